@@ -24,6 +24,16 @@ from ratel_cli.run.train.start import start_of
 
 commands = typer.Typer()
 
+RunOrModel = Annotated[
+    Path,
+    typer.Argument(
+        metavar="CONFIG|MODEL",
+        help="A run (its config file, or its output directory); or a model: a directory with its config.json, a "
+        "hub id whose config.json is in the hub's cache, or a name of configs/models.",
+        show_default=False,
+    ),
+]
+
 
 @commands.command(
     help="Train the model that CONFIG describes. The result is a Hugging Face directory.",
@@ -161,15 +171,7 @@ def profile(
     epilog="Example: ratel plan Qwen/Qwen3-14B --gpu rtx4090 --ram 64GB --ssd 2x990pro adapter=lora",
 )
 def plan(
-    config: Annotated[
-        Path,
-        typer.Argument(
-            metavar="CONFIG|MODEL",
-            help="A run (its config file, or its output directory); or a model: a directory with its config.json, a "
-            "hub id whose config.json is in the hub's cache, or a name of configs/models.",
-            show_default=False,
-        ),
-    ],
+    config: RunOrModel,
     overrides: Overrides = None,
     gpu: Annotated[
         str | None,

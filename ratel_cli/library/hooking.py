@@ -29,8 +29,10 @@ from torch.autograd.graph import Node, get_gradient_edge
 from ratel_cli.engine.measure.telemetry import Timeline
 from ratel_cli.engine.optimizer.settings import adamw_settings
 from ratel_cli.engine.optimizer.update import UpdateSettings
-from ratel_cli.engine.steps.build import EngineSettings, UpdatingParts, open_device
-from ratel_cli.engine.steps.horizontal import EndedStep, HorizontalEngine
+from ratel_cli.engine.steps.block_calls import EndedStep
+from ratel_cli.engine.steps.build import UpdatingParts, open_device
+from ratel_cli.engine.steps.following import EngineSettings
+from ratel_cli.engine.steps.horizontal import HorizontalEngine
 from ratel_cli.errors import BadInput, Diverged
 from ratel_cli.hardware.gpu import compute_device
 from ratel_cli.hardware.host import kept_bytes, num_cores, return_large_buffers

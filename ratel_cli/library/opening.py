@@ -10,15 +10,17 @@ replaced.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 from torch import nn
 
 from ratel_cli.config.keys.key_groups import OF_ADAPTER, OF_QUANTISATION
+from ratel_cli.config.keys.schema import RunConfig
 from ratel_cli.console import RunLog
 from ratel_cli.errors import BadInput, excerpt
 from ratel_cli.hardware.gpu import compute_device, determinism
@@ -31,7 +33,7 @@ from ratel_cli.library.plans import least_of, planner_for
 from ratel_cli.library.settings import OWN_LOOP, WarningLog, caller_config, software
 from ratel_cli.library.states import new_state, opened_state
 from ratel_cli.library.surroundings import usual_settings
-from ratel_cli.library.trained_model import language_model, module_model
+from ratel_cli.library.trained_model import TrainedModel, language_model, module_model
 from ratel_cli.model.cut.hooked import own_dtype
 from ratel_cli.model.cut.module_weights import as_it_was_on_failure
 from ratel_cli.run.context import open_context
@@ -90,7 +92,6 @@ def open_model(
     given: dict[str, object] = {"sample": sample, "blocks": blocks, "dtype": dtype, "random_init": random_init}
     given |= {"task": task, "adapter": adapter}
     _reject_arguments_of_others(given, is_module=module is not None)
-    around = None if module is None else INIT.get()
     storage, limits = storage_of(storage, limits, asked_by="open")
     config = caller_config(
         {
@@ -112,13 +113,20 @@ def open_model(
         limits or Limits(),
         _NAMES,
     )
-    return_large_buffers()
     log = RunLog() if verbose else WarningLog()
+    if module is None:
+        return _opened(config, log, None, partial(language_model, config, log, task))
+    return _opened(config, log, module, partial(module_model, module, sample, blocks))
+
+
+def _opened(
+    config: RunConfig, log: RunLog, module: nn.Module | None, find: Callable[[ExitStack], TrainedModel]
+) -> Model:
+    """Phases 2 and 3. `find` gives the model, and `module` is the caller's own if it is one."""
+    around = None if module is None else INIT.get()
+    return_large_buffers()
     with nullcontext() if module is None else as_it_was_on_failure(module), ExitStack() as opening:
-        if module is None:
-            trained = language_model(config, log, task, opening)
-        else:
-            trained = module_model(module, sample, blocks, opening)
+        trained = find(opening)
         torch_device = compute_device(config.device)
         opening.enter_context(determinism(config.deterministic, torch_device, notice=log.notice))
         context = opening.enter_context(open_context(config, log, device=torch_device))

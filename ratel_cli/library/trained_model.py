@@ -28,8 +28,9 @@ from ratel_cli.model.cut.find_layers import find_layers
 from ratel_cli.model.cut.hooked import identity_of
 from ratel_cli.model.cut.module_weights import ModuleWeights
 from ratel_cli.model.export.export_layout import layout_of_module
-from ratel_cli.model.export.export_weights import export_model
+from ratel_cli.model.export.export_weights import ExportFiles, export_model
 from ratel_cli.model.export.sidecars import GivenSidecars, TokenizerFiles
+from ratel_cli.model.export.staging import Destination
 from ratel_cli.model.files.directory import DENOISER_WEIGHTS_NAME, WEIGHTS_NAME
 from ratel_cli.model.files.import_weights import WeightSource
 from ratel_cli.model.files.quantised_model import QuantisedWeight, quantised_weights
@@ -89,11 +90,10 @@ def language_model(config: RunConfig, log: RunLog, task: Task, resources: ExitSt
             store.current(),
             context.pool,
             output,
-            layout=layout,
+            # A loop of the caller's own has no tokenizer that we know.
+            ExportFiles(layout, replace(base.sidecars(config), tokenizer=TokenizerFiles)),
             overwrite=overwrite,
             option="directory",
-            # A loop of the caller's own has no tokenizer that we know.
-            sidecars=replace(base.sidecars(config), tokenizer=TokenizerFiles),
         )
 
     return TrainedModel(
@@ -153,12 +153,8 @@ def save_module(
         spec,
         store.current(),
         context.pool,
-        sidecars=GivenSidecars(texts=texts),
-        output_dir=directory,
-        run=own_output(context.config),
+        ExportFiles(layout_of_module(module, spec, weights_name=weights_name), GivenSidecars(texts=texts)),
+        Destination(directory=directory, run=own_output(context.config), option="directory", overwrite=overwrite),
         dtype=spec.dtype,
-        layout=layout_of_module(module, spec, weights_name=weights_name),
         card=None,
-        overwrite=overwrite,
-        option="directory",
     )

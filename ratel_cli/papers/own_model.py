@@ -34,7 +34,7 @@ from ratel_cli.planning.profile.activations import (
 from ratel_cli.planning.profile.model_profile import SwapCandidate
 from ratel_cli.planning.profile.placement import LEAST_UNITS, ActivationPolicy, Placement
 from ratel_cli.planning.search.problem import Problem
-from ratel_cli.planning.time.costs import overlapped_step
+from ratel_cli.planning.time.costs import StepCosts
 from ratel_cli.planning.time.traffic import Traffic, step_traffic
 from ratel_cli.schedule.segments import Segment
 from ratel_cli.sizes import PAGE_BYTES
@@ -197,20 +197,20 @@ class RatelEquations:
         available_bytes = self.available_bytes - self.gpu_bytes - offloaded.host_bytes
         level = max(0, bisect_right(self._level_bytes, available_bytes) - 1)
         placement, traffic = self._at_level(level)
-        no_states = replace(problem.spec, blocks=())
-        return overlapped_step(
-            problem.computed if self.moves_states else no_states,
+        return self._costs.time(
             placement,
             traffic.with_offloaded(offloaded),
-            problem.hardware,
-            compute=problem.compute,
-            offloaded=offloaded,
+            offloaded,
             not_recomputed_seconds=(self._most_flops - recomputed_flops) / problem.hardware.gpu.flops_per_second,
-            lookup_rows_bytes=problem.lookup_rows_bytes,
-            holds_gradients=problem.decisions.holds_gradients,
-            overlap=problem.decisions.overlap,
-            part=problem.part if self.moves_states else replace(problem.part, own=no_states),
         ).total
+
+    @cached_property
+    def _costs(self) -> StepCosts:
+        problem, costs = self.problem, replace(self.problem.costs, num_micro_batches=1, num_head_chunks=1)
+        if self.moves_states:
+            return costs
+        no_states = replace(problem.spec, blocks=())
+        return replace(costs, spec=no_states, part=replace(problem.part, own=no_states))
 
     def without_states(self) -> RatelEquations:
         """These equations as if the model states lay on the device and moved nowhere."""

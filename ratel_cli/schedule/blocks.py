@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from types import MappingProxyType
 
@@ -234,8 +234,6 @@ def lay_out_block(
     rule: Rule = ADAMW,
     borrowers: tuple[int, ...] = (),
     is_looked_up: bool = False,
-    rate: int = 0,
-    file_bytes: int | None = None,
     quantised: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
 ) -> BlockSpec:
     """Place parameters, given as (name, shape, decay), one after another, aligned as the invariant above says.
@@ -263,8 +261,6 @@ def lay_out_block(
         rule=rule,
         borrowers=borrowers,
         is_looked_up=is_looked_up,
-        rate=rate,
-        file_bytes=file_bytes,
     )
 
 
@@ -278,7 +274,7 @@ def with_rows(block: BlockSpec, num_rows: int) -> BlockSpec:
     """The block with this many rows of its first parameter, laid out anew. What is left of an embedding that is looked
     up by rows."""
     (first, *others), rows = block.parameters, (num_rows, *block.parameters[0].shape[1:])
-    return lay_out_block(
+    laid_out = lay_out_block(
         index=block.index,
         segment=block.segment,
         name=block.name,
@@ -287,8 +283,8 @@ def with_rows(block: BlockSpec, num_rows: int) -> BlockSpec:
         gradient_dtype=block.gradient_dtype,
         rule=block.rule,
         is_looked_up=True,
-        rate=block.rate,
     )
+    return replace(laid_out, rate=block.rate)
 
 
 def block_from_json(content: object, index: int, rules: Mapping[str, Rule]) -> BlockSpec:
@@ -302,13 +298,14 @@ def block_from_json(content: object, index: int, rules: Mapping[str, Rule]) -> B
     found = read_as(BlockSpec, content, rule=rules[rule])
     if any(size < 0 for parameter in found.parameters for size in parameter.shape):
         raise ValueError("shape is negative")
-    names = ("segment", "name", "dtype", "gradient_dtype", "rule", "borrowers", "is_looked_up", "rate", "file_bytes")
-    block = lay_out_block(
+    names = ("segment", "name", "dtype", "gradient_dtype", "rule", "borrowers", "is_looked_up")
+    laid_out = lay_out_block(
         index=index,
         parameters=[(each.name, each.shape, each.decay) for each in found.parameters],
         quantised={each.name: each.quantised_shape for each in found.parameters if each.quantised_shape is not None},
         **{name: getattr(found, name) for name in names},
     )
+    block = replace(laid_out, rate=found.rate, file_bytes=found.file_bytes)
     if found != block or {*JsonFields(content).names()} != {each.name for each in fields(BlockSpec)}:
         raise ValueError(f"block {index} has another layout")
     return block

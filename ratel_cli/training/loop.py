@@ -18,10 +18,9 @@ store's last commit computes the same bits as a loop that was never interrupted.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from ratel_cli.data.batches.latents import AnyData
@@ -39,70 +38,14 @@ from ratel_cli.hardware.host import peak_resident_bytes
 from ratel_cli.io.queue import IoQueue
 from ratel_cli.planning.time.step_time import RESOURCES, Resource
 from ratel_cli.store.store import Progress, Store
-from ratel_cli.training.best import BestRule, BestSoFar
+from ratel_cli.training.best import BestSoFar
 from ratel_cli.training.divergence import diagnose_nonfinite_step
+from ratel_cli.training.loop_settings import LoopCallbacks, LoopSettings
 from ratel_cli.training.metrics import StepMetrics
-from ratel_cli.training.schedule import LearningRateSchedule, LossScale
+from ratel_cli.training.saved_steps import SavedSteps
+from ratel_cli.training.schedule import LossScale
 from ratel_cli.training.wear_limit import WearLimit
 from ratel_cli.units import format_traffic
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoopSettings:
-    """Settings that do not change during a run."""
-
-    num_steps: int
-    """Steps in the whole run, those before a resume included."""
-    micro_batches_per_step: int
-    deterministic: bool
-    """Whether a step that is run again must give the same bits."""
-    scale_loss: bool
-    """Dynamic loss scaling: a step whose gradients overflow is skipped. Without it, such a step ends the run."""
-    eval_steps: int | None
-    """Evaluate every N steps. The last step is always evaluated."""
-    save_steps: int | None
-    """Save every N steps. None: never."""
-    save_total_limit: int
-    """The most saved steps; the oldest is dropped first. The best step is one of them, and if there is but one, one
-    more."""
-    first_step: int
-    """The step that the store was made with: 0, or the step of another run that this one started from."""
-    max_bytes_written: int | None
-    """End the run before the step that would write more than this to the store."""
-    flops_per_token: float
-    """Forward and backward of the model."""
-    flops_recomputed_per_token: float
-    """The part of the forward that backward computes again."""
-    predicted_seconds: float
-    """Seconds that the plan predicts for a step that is clipped."""
-    predicted_unclipped_seconds: float
-    """Seconds that it predicts for any other step."""
-    best: BestRule | None = None
-    """None: no step is the best, and the run has all its steps."""
-    num_copied: int = 0
-    """Slots of the store that saved steps must leave free, for the generation that is copied to a snapshot."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoopCallbacks:
-    """What the loop calls, always in its own thread."""
-
-    check_stop: Callable[[], None] = lambda: None
-    """Called before each step and during evaluations. It raises Interrupted to end the run."""
-    announce: Callable[[StepMetrics], None] = lambda metrics: None
-    """Called with a step's metrics before the step is committed."""
-    trace_step: Callable[[int, StepTimes, float], None] = lambda step, times, start: None
-    """Called with a step's number (from 1), its times, and its start by `perf_counter`."""
-    after_commit: Callable[[], None] = lambda: None
-    """Called when the loop begins, and after every commit."""
-    after_save: Callable[[int, Sequence[int]], None] = lambda step, dropped: None
-    """Called with a step that was saved, and with the saved steps that were dropped for it."""
-    before_evaluation: Callable[[int], None] = lambda step: None
-    """Called with a step that is committed and will be evaluated."""
-    best_is_lost: Callable[[int, int | None], None] = lambda best, saved: None
-    """Called when the loop begins, if the best step is not saved any more: with it, and with the best that is saved."""
-    evaluated_again: Callable[[StepMetrics], None] = lambda metrics: None
-    """Called with the last step of an earlier process, which ended before the step was evaluated."""
 
 
 def may_skip(before: Progress, *, scale_loss: bool) -> bool:
@@ -139,7 +82,6 @@ class TrainingLoop:
         store: Store,
         queue: IoQueue,
         data: AnyData,
-        schedule: LearningRateSchedule,
         settings: LoopSettings,
         timeline: Timeline,
         callbacks: LoopCallbacks,
@@ -155,7 +97,6 @@ class TrainingLoop:
         self._store = store
         self._queue = queue
         self._data = data
-        self._schedule = schedule
         self._settings = settings
         self._timeline = timeline
         self._callbacks = callbacks
@@ -166,12 +107,7 @@ class TrainingLoop:
         """Recording of the next step, if there is one."""
         self._uncommitted: Progress | None = None
         """Progress of the step that is computed but not yet committed; None if there is none."""
-        self._best = BestSoFar() if settings.best is None else settings.best.best_so_far(earlier)
-        self._best_saved = BestSoFar()
-        """The best step that is saved. It is not the best one if that was lost."""
-        self._saved_for_best = set[int]()
-        """Steps that this loop has saved for being the best alone."""
-        self._earlier = earlier
+        self._saved = SavedSteps(store, settings, callbacks, ranks, earlier)
         self._last_done = earlier[-1] if earlier else None
         """Metrics of the last step that an earlier process has done; None if there is none."""
 
@@ -181,13 +117,10 @@ class TrainingLoop:
         Raises Diverged, IntegrityFailure, Interrupted, EnvironmentFailure. With Diverged and Interrupted, every step
         that was yielded is committed.
         """
-        # A run that was killed between a commit and its save has still to save it, or to evaluate it. All ranks know
-        # what the first one knows: each has read its own records.
-        if self._settings.best is not None:
-            self._best = self._of_first(self._best)
-        self._find_best_saved()
+        # A run that was killed between a commit and its save has still to save it, or to evaluate it.
+        self._saved.find_best(self._progress.step)
         self._evaluate_again()
-        self._save_if_due()
+        self._saved.save_if_due(self._progress.step)
         self._callbacks.after_commit()
         self._count_bytes()
         while self._progress.step < self._settings.num_steps and not self.ends_early:
@@ -202,15 +135,15 @@ class TrainingLoop:
                 self._callbacks.check_stop()  # raises again, with the step that is committed now
                 raise
             # 5. save
-            if not self._saves_best:
-                self._save_if_due()
+            if not self._saved.saves_best:
+                self._saved.save_if_due(metrics.step)
             # 6. evaluate
             try:
                 evaluated = self._evaluate(metrics) if self._eval_is_due(metrics.step) else metrics
             except Interrupted:
                 yield metrics  # the step counts, without its evaluation
                 raise
-            self._save_if_due()
+            self._saved.save_if_due(metrics.step)
             # 7. report
             yield evaluated
 
@@ -224,17 +157,17 @@ class TrainingLoop:
     @property
     def best(self) -> BestSoFar:
         """The best step so far."""
-        return self._best
+        return self._saved.best
 
     @property
     def best_saved(self) -> BestSoFar:
         """The best step that is saved, if the best one is."""
-        return self._best_saved
+        return self._saved.best_saved
 
     @property
     def ends_early(self) -> bool:
         """Whether the evaluations end the run."""
-        return self._settings.best is not None and self._best.ends(self._settings.best)
+        return self._saved.ends_run
 
     @property
     def has_computed(self) -> bool:
@@ -283,7 +216,7 @@ class TrainingLoop:
         self._recording = None
         after = self._progress_after(before, outcome, batches)
         is_last = after.step == self._settings.num_steps
-        commits_now = is_last or self._save_is_due(after.step) or self._eval_is_due(after.step)
+        commits_now = is_last or self._saved.is_due(after.step) or self._eval_is_due(after.step)
         if outcome.applied and commits_now:
             self._engine.settle()
         seconds = time.perf_counter() - start
@@ -321,8 +254,8 @@ class TrainingLoop:
             first_micro_batch=self._ranks.rank * self._settings.micro_batches_per_step,
             step=progress.step,
             update=progress.updates + 1,
-            learning_rate=self._schedule.at(progress.step),
-            group_rates=self._schedule.groups_at(progress.step),
+            learning_rate=self._settings.schedule.at(progress.step),
+            group_rates=self._settings.schedule.groups_at(progress.step),
             loss_scale=progress.loss_scale if self._settings.scale_loss else 1.0,
             commit_previous=self._commit,
             recording=recording,
@@ -371,7 +304,7 @@ class TrainingLoop:
         return StepMetrics(
             step=after.step,
             loss=outcome.loss,
-            learning_rate=self._schedule.at(before.step),
+            learning_rate=self._settings.schedule.at(before.step),
             grad_norm=outcome.grad_norm,
             tokens=tokens,
             step_seconds=seconds,
@@ -428,97 +361,6 @@ class TrainingLoop:
         """Let the bytes that were moved until now not count for the next step."""
         self._counted_bytes = self._queue.read_bytes, self._queue.written_bytes
 
-    def _save_is_due(self, step: int) -> bool:
-        return step > 0 and self._is_time_to_save(step) and step not in self._store.pinned_steps
-
-    def _is_time_to_save(self, step: int) -> bool:
-        every = self._settings.save_steps
-        return every is not None and step % every == 0
-
-    def _save_if_due(self) -> None:
-        if self._save_is_due(self._progress.step):
-            self._save()
-
-    def _save(self, *, instead_of: int | None = None) -> None:
-        """Pin the step. The number of slots of the store is fixed, so others must go first; first of all
-        the step `instead_of`."""
-        dropped = self._drop_old(instead_of)
-        self._store.pin()
-        self._callbacks.after_save(self._progress.step, dropped)
-
-    def _drop_old(self, first: int | None) -> list[int]:
-        """Unpin the oldest steps beyond the limit, as Trainer removes checkpoints: neither the best step nor the one
-        that is saved now. Without `save_steps` there is no limit but the store's slots: steps that the user had saved
-        before stay while they can. Returns them."""
-        settings, step = self._settings, self._progress.step
-        needed = {step, self._best_saved.step} if self._saves_best else {step}
-        others = [each for each in self._store.pinned_steps if each not in needed]
-        others.sort(key=lambda each: each != first)
-        num_slots = self._store.num_slots - 2 - settings.num_copied
-        limit = num_slots if settings.save_steps is None else settings.save_total_limit
-        kept = {*self._store.pinned_steps, step} & needed
-        dropped = others[: max(0, len(others) + len(kept) - max(limit, len(kept)))]
-        for each in dropped:
-            self._store.unpin(each)
-        return dropped
-
-    def _take_as_evaluated(self, metrics: StepMetrics) -> None:
-        """Compare an evaluation with those before. A step that is the best is saved."""
-        rule = self._settings.best
-        value = None if rule is None else rule.value_of(metrics)
-        if rule is None or value is None:
-            return
-        self._best = self._best.after(rule, metrics.step, value)
-        if not rule.saves_best:
-            return
-        before, self._best_saved = self._best_saved.step, self._best_saved.after(rule, metrics.step, value)
-        if self._best_saved.step != metrics.step:
-            return
-        pinned = self._store.pinned_steps
-        if before is not None and before in pinned and self._is_for_best_alone(before):
-            self._store.unpin(before)
-        if metrics.step not in pinned and not self._is_time_to_save(metrics.step):
-            self._saved_for_best.add(metrics.step)
-            self._save(instead_of=before)
-
-    def _is_for_best_alone(self, step: int) -> bool:
-        """Whether a step was saved for being the best alone. Of a step of an earlier process, only `save_steps` tells;
-        without it, the user may have saved it."""
-        if self._settings.save_steps is None:
-            return step in self._saved_for_best
-        return not self._is_time_to_save(step)
-
-    @property
-    def _saves_best(self) -> bool:
-        return self._settings.best is not None and self._settings.best.saves_best
-
-    def _of_first(self, best: BestSoFar) -> BestSoFar:
-        """What the first rank has found."""
-        if self._ranks.size == 1:
-            return best
-        known = [math.nan if best.step is None else best.step, math.nan if best.value is None else best.value]
-        step, value, number = self._ranks.gathered([*known, best.num_without_gain])[0]
-        return BestSoFar(
-            step=None if math.isnan(step) else int(step),
-            value=None if math.isnan(value) else value,
-            num_without_gain=int(number),
-        )
-
-    def _find_best_saved(self) -> None:
-        """Find the best of the steps that all ranks have, and save it if it is the current one. The best step of all
-        may be lost: a snapshot has no saved steps, and the rule may be another one than before."""
-        rule, current = self._settings.best, self._progress.step
-        if rule is None or not rule.saves_best:
-            return
-        saved = {current, *saved_by_all(self._ranks, self._store.pinned_steps)}
-        self._best_saved = self._of_first(rule.best_among(self._earlier, saved))
-        if self._best_saved.step == current and current not in self._store.pinned_steps:
-            if not self._is_time_to_save(current):
-                self._saved_for_best.add(current)
-            self._save()
-        if self._best.step is not None and self._best.step != self._best_saved.step:
-            self._callbacks.best_is_lost(self._best.step, self._best_saved.step)
-
     def _evaluate_again(self) -> None:
         """Evaluate the last step that is done, if it should have been and its process ended before."""
         rule, last, step = self._settings.best, self._last_done, self._progress.step
@@ -556,15 +398,8 @@ class TrainingLoop:
             return metrics
         figures = mean_figures([total.figures]) or None
         evaluated = replace(metrics, eval_loss=total.mean_loss, eval_accuracy=total.accuracy, eval_preferences=figures)
-        self._take_as_evaluated(evaluated)
+        self._saved.take_as_evaluated(evaluated)
         return evaluated
-
-
-def saved_by_all(ranks: Ranks, steps: Sequence[int]) -> set[int]:
-    """The steps that all ranks have saved; this one has `steps`. A rank that ended between two saves has others. Raises
-    as `Channel.swap`."""
-    lengths = [int(number) for (number,) in ranks.gathered([len(steps)])]
-    return set.intersection(*({int(step) for step in found} for found in ranks.gathered(steps, lengths=lengths)))
 
 
 def slowest_rank_of(ranks: Ranks, times: StepTimes) -> tuple[int, Resource] | tuple[None, None]:

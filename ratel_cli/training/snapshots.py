@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from threading import Event, Thread
 from time import perf_counter
 
@@ -28,6 +29,20 @@ from ratel_cli.store.store import Store
 _POLL_SECONDS = 0.05
 _PATIENCE_SECONDS = 10.0
 """How long `close` waits for a copy. Transfers end in time, but a device may hang when it makes them durable."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllRanks:
+    """How the snapshots of several ranks keep to the same steps. Each is called in all of them."""
+
+    of_all: Callable[[bool, bool], tuple[bool, bool]] = lambda is_busy, is_over: (is_busy, is_over)
+    """Called at each step that is due, with whether this rank is copying and whether its snapshots are over; returns
+    whether any rank's are."""
+    meet: Callable[[], None] = lambda: None
+    """Called when copies have been waited for; returns when all have called it."""
+
+
+ONE_RANK = AllRanks()
 
 
 class Snapshots(Closing):
@@ -44,16 +59,13 @@ class Snapshots(Closing):
         notice: Callable[[str], None],
         warn: Callable[[str], None],
         after_copy: Callable[[int], None] = lambda step: None,
-        of_all: Callable[[bool, bool], tuple[bool, bool]] = lambda is_busy, is_over: (is_busy, is_over),
-        meet: Callable[[], None] = lambda: None,
+        ranks: AllRanks = ONE_RANK,
         patience_seconds: float = _PATIENCE_SECONDS,
     ) -> None:
         """`target` holds an earlier snapshot of this run; with `is_new`, nothing was committed to it yet.
 
         Every N-th step is copied, N being `every`, at `bytes_per_second` at most. `after_copy` is called with each step
-        whose copy is complete. In all ranks, `of_all` is called at each step that is due, with whether this rank is
-        copying and whether its snapshots are over, and returns whether any rank's are; and `meet`, which returns when
-        all have called it, when copies have been waited for.
+        whose copy is complete.
         """
         assert every > 0 and bytes_per_second > 0
         self._source = source
@@ -64,8 +76,7 @@ class Snapshots(Closing):
         self._notice = notice
         self._warn = warn
         self._after_copy = after_copy
-        self._of_all = of_all
-        self._meet = meet
+        self._ranks = ranks
         self._patience_seconds = patience_seconds
         self._pool = BufferPool(COPY_BYTES)
         self._stop = Event()
@@ -80,7 +91,7 @@ class Snapshots(Closing):
         if not step or step % self._every:
             return
         # While any rank copies, the generations before that one are what all have in common.
-        is_busy, is_over = self._of_all(self._copy is not None, self._is_over)
+        is_busy, is_over = self._ranks.of_all(self._copy is not None, self._is_over)
         if is_over and not self._is_over:
             self._is_over = True
             self._warn("another rank cannot copy to its snapshot; training continues without snapshots")
@@ -101,10 +112,10 @@ class Snapshots(Closing):
         """
         self._bytes_per_second = math.inf
         self._wait(check_stop)
-        self._meet()
+        self._ranks.meet()
         self.after_commit()
         self._wait(check_stop)
-        self._meet()
+        self._ranks.meet()
 
     def close(self) -> None:
         """Abandon the copy that is running; the snapshot before it stays. Idempotent."""

@@ -45,7 +45,8 @@ from ratel_cli.engine.optimizer import speculation as speculation_module
 from ratel_cli.engine.optimizer.settings import adamw_settings
 from ratel_cli.engine.optimizer.update import UpdateSettings
 from ratel_cli.engine.replay.recording import StepRecording
-from ratel_cli.engine.steps.build import EngineParts, EngineSettings
+from ratel_cli.engine.steps.build import EngineParts
+from ratel_cli.engine.steps.following import EngineSettings
 from ratel_cli.hardware.host import default_limit_bytes
 from ratel_cli.io.queue import IoQueue
 from ratel_cli.planning.profile.placement import Placement

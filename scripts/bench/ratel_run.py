@@ -29,7 +29,8 @@ from ratel_cli.hardware.host import return_large_buffers
 from ratel_cli.io.queue import IoQueue
 from ratel_cli.model.cut.decoder import DecoderModel
 from ratel_cli.model.cut.find_blocks import find_blocks
-from ratel_cli.model.export.adapters import AdaptedSource, drawn_adapter, inject
+from ratel_cli.model.export.adapter_files import AdaptedSource
+from ratel_cli.model.export.adapters import drawn_adapter, inject
 from ratel_cli.model.files.import_weights import WeightSource
 from ratel_cli.model.files.initialise import RandomSource
 from ratel_cli.model.files.quantised_model import QuantisingSource, quantise_layers, quantised_weights

@@ -13,7 +13,11 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from ratel_cli.data.batches.dataset import DatasetSource, DataSettings, MicroBatch, TrainingData, load_training_data
+from ratel_cli.data.batches.dataset import DataSettings, MicroBatch, TrainingData
+from ratel_cli.data.batches.load_data import load_training_data
+from ratel_cli.data.sources.encode import Encoding
+from ratel_cli.data.sources.load_tokens import TokenFiles
+from ratel_cli.data.text.rows import DatasetSource
 from ratel_cli.data.text.tokenizer import Tokenizer
 
 CHATML = (
@@ -38,7 +42,7 @@ class WriteRows(Protocol):
 
 
 class Load(Protocol):
-    """`load_training_data` with small defaults. `changes` are arguments of it, or fields of its settings."""
+    """`load_training_data` with small defaults. `changes` are arguments of it, or fields of its values."""
 
     def __call__(self, *sources: DatasetSource | Path, **changes: object) -> TrainingData: ...
 
@@ -125,10 +129,11 @@ def load(tmp_path: Path, tokenizer: PreTrainedTokenizerFast, notices: list[str])
             **changes,
         }
         items = [DatasetSource(path=str(item)) if isinstance(item, Path) else item for item in sources]
-        settings = DataSettings(
-            **{each.name: arguments.pop(each.name) for each in fields(DataSettings) if each.name in arguments}
-        )  # type: ignore[arg-type]
-        return load_training_data(items, settings, **arguments)  # type: ignore[arg-type]
+        values = [
+            value(**{each.name: arguments.pop(each.name) for each in fields(value) if each.name in arguments})  # type: ignore[arg-type]
+            for value in (DataSettings, Encoding, TokenFiles)
+        ]
+        return load_training_data(items, *values, **arguments)  # type: ignore[arg-type]
 
     return run
 

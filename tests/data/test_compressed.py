@@ -11,10 +11,9 @@ import pyarrow  # type: ignore[import-untyped]
 import pyarrow.parquet  # type: ignore[import-untyped]
 import pytest
 
-from ratel_cli.data.batches.dataset import DatasetSource
 from ratel_cli.data.files.lines import MAX_ROW_BYTES
 from ratel_cli.data.text.prompts import read_prompts
-from ratel_cli.data.text.rows import open_source
+from ratel_cli.data.text.rows import DatasetSource, open_source
 from ratel_cli.errors import BadInput
 from ratel_cli.progress import Advance
 from tests.data.conftest import GOOD_ROW, Load, read_rejects, write_text_rows

@@ -12,8 +12,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from ratel_cli.data.batches.dataset import DatasetSource, MicroBatch, TrainingData
+from ratel_cli.data.batches.dataset import MicroBatch, TrainingData
 from ratel_cli.data.files.lines import MAX_ROW_BYTES
+from ratel_cli.data.text.rows import DatasetSource
 from ratel_cli.errors import BadInput
 from tests.data.conftest import GOOD_ROW, Load, MakeTokenizer, WriteRows, read_rejects, same_batches, write_text_rows
 from tests.tiers import examples

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from ratel_cli.data.batches.dataset import DatasetSource
+from ratel_cli.data.text.rows import DatasetSource
 from ratel_cli.errors import BadInput, EnvironmentFailure
 from tests.data.conftest import GOOD_ROW, Load, MakeTokenizer, WriteRows, read_rejects, same_batches, write_text_rows
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from ratel_cli.data.batches.dataset import TrainingData
-from ratel_cli.data.sources import ingest
+from ratel_cli.data.sources import load_tokens
 from ratel_cli.data.text import shared_tokens
 from ratel_cli.data.text.shared_tokens import SharedTokens
 from tests.data.conftest import CHATML, GOOD_ROW, Load, MakeTokenizer, WriteRows, read_rejects, same_batches
@@ -91,7 +91,9 @@ def test_other_data_settings_code_and_days_have_other_entries(
         lambda: command(write_rows(GOOD_ROW), train_on_inputs=True),
         lambda: command(write_rows(GOOD_ROW), tokenizer=make_tokenizer(chat_template=None)),
         lambda: command(write_rows(GOOD_ROW), tokenizer=dated),
-        lambda: monkeypatch.setattr(ingest, "datetime", _Tomorrow) or command(write_rows(GOOD_ROW), tokenizer=dated),
+        lambda: (
+            monkeypatch.setattr(load_tokens, "datetime", _Tomorrow) or command(write_rows(GOOD_ROW), tokenizer=dated)
+        ),
         lambda: monkeypatch.setattr(shared_tokens, "_made_by", lambda: ("x",)) or command(write_rows(GOOD_ROW)),
     ]
     for number, change in enumerate(changes, start=1):

@@ -201,7 +201,7 @@ def test_a_run_keeps_the_tokens_of_an_earlier_rule(
         return hash_of(value)
 
     with monkeypatch.context() as patched:
-        patched.setattr("ratel_cli.data.sources.ingest.hash_of", hashed)
+        patched.setattr("ratel_cli.data.sources.load_tokens.hash_of", hashed)
         _cached(load, rows, cache_dir=tmp_path / "other")
     earlier = next(each for each in keys if isinstance(each, dict) and "turns" not in each)
     kept = tmp_path / "kept" / hash_of(earlier)[:32]

@@ -12,12 +12,15 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from ratel_cli.data.batches.dataset import DatasetSource, DataSettings, TrainingData, load_training_data
+from ratel_cli.data.batches.dataset import DataSettings, TrainingData
+from ratel_cli.data.batches.load_data import load_training_data
 from ratel_cli.data.samples.packing import assemble
 from ratel_cli.data.samples.samples import Encoded
-from ratel_cli.data.sources.encode import SampleEncoder
+from ratel_cli.data.sources.encode import Encoding, SampleEncoder
 from ratel_cli.data.sources.formats import decide_format
+from ratel_cli.data.sources.load_tokens import TokenFiles
 from ratel_cli.data.text.drafts import PairDraft, RowDraft, Unusable
+from ratel_cli.data.text.rows import DatasetSource
 from ratel_cli.data.text.tokenizer import NoTokenizer, Tokenizer
 from ratel_cli.errors import BadInput
 from tests.e2e.encoders import CLASSES, encoder_rows, pair_rows, save_encoder, save_pair_model, write_encoder_rows
@@ -138,10 +141,8 @@ def load(path: Path, tokenizer: Tokenizer, settings: DataSettings, *, kind: str 
     return load_training_data(
         [DatasetSource(path=str(path), type=kind, labels=CLASSES if kind == "classification" else None)],  # type: ignore[arg-type]
         replace(settings, val_set_size=size),
-        tokenizer=tokenizer,
-        train_on_inputs=False,
-        cache_dir=path.parent / "tokens",
-        rejects_path=None,
+        Encoding(tokenizer=tokenizer, train_on_inputs=False),
+        TokenFiles(cache_dir=path.parent / "tokens", rejects_path=None),
         notice=lambda text: None,
     )
 

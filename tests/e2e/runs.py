@@ -44,9 +44,13 @@ from transformers import (
 
 from ratel_cli.cli.app import main
 from ratel_cli.config.load import load_config
-from ratel_cli.data.batches.dataset import DatasetSource, DataSettings, TrainingData, load_training_data
-from ratel_cli.data.batches.dataset import Tokenizer as EncodeTokenizer
+from ratel_cli.data.batches.dataset import DataSettings, TrainingData
+from ratel_cli.data.batches.load_data import load_training_data
 from ratel_cli.data.samples.sample_batch import AnyModelBatch
+from ratel_cli.data.sources.encode import Encoding
+from ratel_cli.data.sources.load_tokens import TokenFiles
+from ratel_cli.data.text.rows import DatasetSource
+from ratel_cli.data.text.tokenizer import Tokenizer as EncodeTokenizer
 from ratel_cli.engine.replay.profiling import BlockProfiler
 from ratel_cli.engine.steps import footprint
 from ratel_cli.engine.steps.footprint import _measured_traits
@@ -569,10 +573,8 @@ def load_data(config: Path, *, row_multiple: int = 1, tokenizer_dir: Path | None
             task=settings.task,
             mlm_probability=settings.mlm_probability,
         ),
-        tokenizer=cast(EncodeTokenizer, tokenizer),
-        train_on_inputs=settings.train_on_inputs,
-        cache_dir=config.parent / "tokens",
-        rejects_path=config.parent / "rejects.jsonl",
+        Encoding(tokenizer=cast(EncodeTokenizer, tokenizer), train_on_inputs=settings.train_on_inputs),
+        TokenFiles(cache_dir=config.parent / "tokens", rejects_path=config.parent / "rejects.jsonl"),
         notice=lambda text: None,
         row_multiple=row_multiple,
     )

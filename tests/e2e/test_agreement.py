@@ -433,7 +433,8 @@ NOT_ASKED: Mapping[str, str] = {
 """Parts of messages that no case provokes, and why."""
 LISTED = (
     "cli/finetune", "run/files/origin", "run/files/output", "run/files/run_directory", "run/files/run_files",
-    "run/inputs/length", "run/train/branch", "run/train/finetune", "run/train/first_checks", "run/train/snapshots",
+    "run/inputs/length", "run/train/branch", "run/train/decided", "run/train/finetune", "run/train/opening",
+    "run/train/first_checks", "run/train/snapshots",
     "run/train/space", "run/train/split", "run/train/start", "run/train/store", "run/train/trackers",
     "model/export/sidecars",
     "model/files/marker", "model/export/staging", "store/open", "store/lock", "store/create", "store/store", "io/files",

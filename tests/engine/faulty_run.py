@@ -17,7 +17,8 @@ from ratel_cli.io.queue import IoQueue
 from ratel_cli.model.cut.decoder import DecoderModel
 from ratel_cli.sizes import DtypeName
 from ratel_cli.store.lock import DATA_FILE_NAME
-from ratel_cli.training.loop import LoopCallbacks, TrainingLoop
+from ratel_cli.training.loop import TrainingLoop
+from ratel_cli.training.loop_settings import LoopCallbacks
 from ratel_cli.training.schedule import LearningRateSchedule
 from tests.engine.architectures import tiny_config
 from tests.engine.machine import Machine, initial_weights, machine, random_steps
@@ -151,8 +152,13 @@ class Bench:
                 store=ratel.store,
                 queue=queue,
                 data=self._steps,
-                schedule=LearningRateSchedule(scheduler="constant", peak=1e-3, num_warmup_steps=0, num_steps=NUM_STEPS),
-                settings=replace(SETTINGS, num_steps=NUM_STEPS),
+                settings=replace(
+                    SETTINGS,
+                    num_steps=NUM_STEPS,
+                    schedule=LearningRateSchedule(
+                        scheduler="constant", peak=1e-3, num_warmup_steps=0, num_steps=NUM_STEPS
+                    ),
+                ),
                 timeline=ratel.timeline,
                 callbacks=LoopCallbacks(),
             )

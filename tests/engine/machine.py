@@ -19,21 +19,16 @@ from ratel_cli.engine.optimizer.settings import OptimizerSettings, adamw_setting
 from ratel_cli.engine.optimizer.update import UpdateSettings
 from ratel_cli.engine.ranks.commits import commit_together
 from ratel_cli.engine.ranks.ranks import ALONE, Ranks
-from ratel_cli.engine.steps.build import EngineParts, EngineSettings, open_device
+from ratel_cli.engine.steps.build import EngineParts, open_device
+from ratel_cli.engine.steps.following import EngineSettings
 from ratel_cli.engine.steps.state import StepOutcome
 from ratel_cli.engine.steps.step import StepEngine
 from ratel_cli.io.buffers import BufferPool, PinMemory
 from ratel_cli.io.queue import EngineChoice, IoQueue, open_queue
 from ratel_cli.model.cut.decoder import DecoderModel
 from ratel_cli.model.cut.find_blocks import find_blocks
-from ratel_cli.model.export.adapters import (
-    AdaptedSource,
-    adapted_matrices,
-    base_spec,
-    drawn_adapter,
-    inject,
-    magnitudes_of,
-)
+from ratel_cli.model.export.adapter_files import AdaptedSource
+from ratel_cli.model.export.adapters import adapted_matrices, base_spec, drawn_adapter, inject, magnitudes_of
 from ratel_cli.model.export.checkpoint import CheckpointSource
 from ratel_cli.model.export.merged_weights import AdaptedMatrix
 from ratel_cli.model.files.import_weights import WeightSource

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ratel_cli.engine.cache.activations import ActivationOffloader, Unit
+from ratel_cli.engine.cache.activations import ActivationOffloader
+from ratel_cli.engine.cache.units import Unit
 from ratel_cli.engine.device.device import DeviceBuffer, Download, HostDevice, Transfer, Upload, UploadLane
 from ratel_cli.engine.measure.telemetry import SpanLabel, Timeline
 from ratel_cli.errors import IntegrityFailure

@@ -10,7 +10,7 @@ import pytest
 from ratel_cli.planning.profile.activations import lookup_rows_bytes, offload
 from ratel_cli.planning.profile.analytic import num_head_chunks
 from ratel_cli.planning.profile.placement import Placement, Workload, most_rows
-from ratel_cli.planning.time.costs import ComputeSeconds, overlapped_step
+from ratel_cli.planning.time.costs import ComputeSeconds, StepCosts
 from ratel_cli.planning.time.traffic import Traffic
 from ratel_cli.units import KIB
 from tests.engine.exactness import AHEAD
@@ -34,23 +34,23 @@ SMALL_BYTES = 64 * KIB
 
 def planned_bytes(ratel: Machine, placement: Placement, workload: Workload, *, unit_bytes: int) -> tuple[float, float]:
     """Up and down: the seconds of a link of 1 byte per second."""
-    time = overlapped_step(
-        ratel.model.spec,
+    time = StepCosts(
+        spec=ratel.model.spec,
+        hardware=machine_of(up_bytes_per_second=1.0, down_bytes_per_second=1.0),
+        compute=ComputeSeconds(forward=0.0, backward=0.0, head=0.0, is_measured=False),
+        holds_gradients=False,
+        num_micro_batches=workload.num_micro_batches,
+        num_head_chunks=num_head_chunks(ratel.model.spec, workload),
+        lookup_rows_bytes=workload.num_micro_batches * lookup_rows_bytes(ratel.model.spec, workload),
+    ).time(
         replace(placement, gpu_embedding_rows=most_rows(ratel.model.spec, workload)),
         Traffic(),
-        machine_of(up_bytes_per_second=1.0, down_bytes_per_second=1.0),
-        compute=ComputeSeconds(forward=0.0, backward=0.0, head=0.0, is_measured=False),
-        offloaded=offload(
+        offload(
             [unit_bytes] * ratel.model.spec.num_layers,
             num_micro_batches=workload.num_micro_batches,
             spilled_units=placement.spilled_units,
             gpu_units_from=placement.gpu_units_from,
         ),
-        not_recomputed_seconds=0.0,
-        holds_gradients=False,
-        num_micro_batches=workload.num_micro_batches,
-        num_head_chunks=num_head_chunks(ratel.model.spec, workload),
-        lookup_rows_bytes=workload.num_micro_batches * lookup_rows_bytes(ratel.model.spec, workload),
     )
     return time.forward.up + time.backward.up, time.forward.down + time.backward.down
 

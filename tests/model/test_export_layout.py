@@ -19,8 +19,9 @@ from ratel_cli.model.export.export_layout import (
     TrainedContent,
     layout_of_model,
 )
-from ratel_cli.model.export.export_weights import export_model
+from ratel_cli.model.export.export_weights import ExportFiles, export_model
 from ratel_cli.model.export.sidecars import BaseSidecars
+from ratel_cli.model.export.staging import Destination
 from ratel_cli.model.files.skeleton import DTYPES, build_skeleton
 from ratel_cli.model.files.stored_weights import StoredWeights
 from ratel_cli.model.values.spec import ModelSpec
@@ -120,12 +121,10 @@ def write(
             spec,
             store.current(),
             pool,
-            sidecars=BaseSidecars(base_dir=base),
-            output_dir=directory / "out",
-            run="/runs/a",
+            ExportFiles(layout, BaseSidecars(base_dir=base)),
+            Destination(directory=directory / "out", run="/runs/a"),
             dtype=dtype,
             card=plain_card(spec),
-            layout=layout,
             group_elements=4096,
         )
 

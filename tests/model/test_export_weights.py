@@ -26,8 +26,9 @@ from ratel_cli.model.export.export_layout import (
     split_into_shards,
     whole_parameter,
 )
-from ratel_cli.model.export.export_weights import export_bytes, export_model
+from ratel_cli.model.export.export_weights import ExportFiles, export_model
 from ratel_cli.model.export.sidecars import BaseSidecars
+from ratel_cli.model.export.staging import Destination
 from ratel_cli.model.files.directory import INDEX_NAME, WEIGHTS_NAME
 from ratel_cli.model.files.marker import (
     MARKER_NAME,
@@ -85,13 +86,10 @@ class Exported:
             self.spec,
             self.store.current(),
             self.pool,
-            sidecars=BaseSidecars(base_dir=self.base),
-            output_dir=output,
-            run="/runs/a",
-            overwrite=overwrite,
+            ExportFiles(layout or self.layout(dtype, max_shard_bytes), BaseSidecars(base_dir=self.base)),
+            Destination(directory=output, run="/runs/a", overwrite=overwrite),
             dtype=dtype,
             card=plain_card(self.spec),
-            layout=layout or self.layout(dtype, max_shard_bytes),
             group_elements=4096,
         )
 
@@ -274,7 +272,7 @@ def test_the_space_of_an_export_is_known_before(tmp_path: Path, max_shard_bytes:
         (exported.base / "tokenizer.json").write_text(" " * 5_000_000)
         layout = exported.layout("bfloat16", max_shard_bytes)
         exported.export(output, dtype="bfloat16", max_shard_bytes=max_shard_bytes)
-        needed = export_bytes(layout, BaseSidecars(base_dir=exported.base))
+        needed = ExportFiles(layout, BaseSidecars(base_dir=exported.base)).num_bytes
     sizes = {path.name: path.stat().st_size for path in output.iterdir()}
     assert layout.num_bytes == sum(sizes[name] for name in layout.file_names)
     assert sum(sizes.values()) <= needed <= sum(sizes.values()) + 2 * MIB

@@ -10,7 +10,7 @@ import pytest
 
 from ratel_cli.errors import BadInput, EnvironmentFailure
 from ratel_cli.model.export.publishing import finish_publishing
-from ratel_cli.model.export.staging import Staging
+from ratel_cli.model.export.staging import Destination, Staging
 from ratel_cli.model.files.directory import INDEX_NAME, WEIGHTS_NAME
 from ratel_cli.model.files.marker import MARKER_NAME, STAGING_NAME, Marker, read_marker, write_marker
 
@@ -24,7 +24,7 @@ KILLED = 9
 
 def publish(output: Path, names: Iterable[str], step: int, *, overwrite: bool = False) -> list[tuple[Path, Path]]:
     """Export files whose content says of which step they are."""
-    with Staging(output, run="/runs/a", overwrite=overwrite, option="-o") as staging:
+    with Staging(Destination(directory=output, run="/runs/a", overwrite=overwrite, option="-o")) as staging:
         for name in (*names, *COMMON):
             (staging.path / name).parent.mkdir(exist_ok=True)
             staging.write_text(name, f"{name} of step {step}")
@@ -158,7 +158,7 @@ def test_what_would_lead_to_other_weights_is_renamed_not_deleted(
     (tmp_path / f"{stale}.old").write_text("older")
     before = contents(tmp_path)
     with (
-        Staging(tmp_path, run="/runs/a") as staging,
+        Staging(Destination(directory=tmp_path, run="/runs/a")) as staging,
         pytest.raises(BadInput, match=f"{stale} would lead to other weights") as caught,
     ):
         staging.reject_files_of_others([*names, *COMMON])

@@ -13,8 +13,9 @@ from transformers import PreTrainedTokenizerBase
 from ratel_cli.errors import BadInput
 from ratel_cli.model.export.card import plain_card
 from ratel_cli.model.export.export_layout import layout_of_model
-from ratel_cli.model.export.export_weights import export_model
+from ratel_cli.model.export.export_weights import ExportFiles, export_model
 from ratel_cli.model.export.sidecars import BaseSidecars, TokenizerFiles
+from ratel_cli.model.export.staging import Destination
 from ratel_cli.model.files import directory
 from ratel_cli.model.files.directory import check_sidecars
 from tests.model.test_export_weights import Exported, in_store
@@ -36,12 +37,13 @@ def export_beside(exported: Exported, output: Path, tokenizer: TokenizerFiles) -
         exported.spec,
         exported.store.current(),
         exported.pool,
-        sidecars=BaseSidecars(base_dir=exported.base, tokenizer=lambda: tokenizer),
-        output_dir=output,
-        run="/runs/a",
+        ExportFiles(
+            layout_of_model(exported.skeleton, exported.spec, "float32"),
+            BaseSidecars(base_dir=exported.base, tokenizer=lambda: tokenizer),
+        ),
+        Destination(directory=output, run="/runs/a"),
         dtype="float32",
         card=plain_card(exported.spec),
-        layout=layout_of_model(exported.skeleton, exported.spec, "float32"),
     )
 
 

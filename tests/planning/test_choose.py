@@ -16,8 +16,9 @@ from ratel_cli.planning.profile.analytic import spec_from_shape
 from ratel_cli.planning.profile.placement import LEAST_UNITS, ActivationPolicy, GroupShape, Overlap, Placement, Workload
 from ratel_cli.planning.search.choose import adamw_threads, curve, group_shape, weigh
 from ratel_cli.planning.search.decisions import Decisions
+from ratel_cli.planning.search.evaluation import Evaluation
 from ratel_cli.planning.search.plan import make_plan
-from ratel_cli.planning.search.problem import Evaluation, Problem
+from ratel_cli.planning.search.problem import Problem
 from ratel_cli.planning.search.split import LEAST_GAIN, SplitRate, best_split
 from ratel_cli.schedule.rules import rules_of
 from ratel_cli.units import GIB, MIB

@@ -16,9 +16,9 @@ from ratel_cli.planning.profile.model_profile import ModelProfile
 from ratel_cli.planning.profile.placement import GroupShape, Overlap, Placement, Workload
 from ratel_cli.planning.time.costs import (
     ComputeSeconds,
+    StepCosts,
     compute_seconds,
     nvme_seconds,
-    overlapped_step,
 )
 from ratel_cli.planning.time.link import link_seconds
 from ratel_cli.planning.time.step_time import StageTime, StepTime
@@ -141,16 +141,12 @@ def test_adamw_takes_of_computing_what_was_measured(share: float | None, taken: 
     """On four cores, or as a layer next to it showed, whatever the number of its threads."""
     for threads in (1, 2):
         placement = replace(DEEP, adamw_threads=threads)
-        time = overlapped_step(
-            SPEC,
-            placement,
-            step_traffic(SPEC, placement, NOTHING_OFFLOADED, holds_gradients=False),
-            machine(num_cores=4, adam_parameters_per_second=ELEMENTS / 2.0, memory_bytes_per_second=1e15),
+        time = StepCosts(
+            spec=SPEC,
+            hardware=machine(num_cores=4, adam_parameters_per_second=ELEMENTS / 2.0, memory_bytes_per_second=1e15),
             compute=replace(COMPUTE, adamw_share=share),
-            offloaded=NOTHING_OFFLOADED,
-            not_recomputed_seconds=0.0,
             holds_gradients=False,
-        )
+        ).time(placement, step_traffic(SPEC, placement, NOTHING_OFFLOADED, holds_gradients=False), NOTHING_OFFLOADED)
         assert time.backward.compute == pytest.approx(COMPUTE.backward + 2.0 * taken)
 
 
@@ -230,19 +226,20 @@ def step_time(
     lookup_rows_bytes: int = 0,
     overlap: Overlap = "optimized",
 ) -> StepTime:
-    return overlapped_step(
-        spec,
-        placement,
-        step_traffic(spec, placement, offloaded, holds_gradients=holds_gradients, overlap=overlap),
-        hardware,
+    return StepCosts(
+        spec=spec,
+        hardware=hardware,
         compute=compute,
-        offloaded=offloaded,
-        not_recomputed_seconds=not_recomputed_seconds,
         holds_gradients=holds_gradients,
         num_micro_batches=num_micro_batches,
         num_head_chunks=num_head_chunks,
         lookup_rows_bytes=lookup_rows_bytes,
         overlap=overlap,
+    ).time(
+        placement,
+        step_traffic(spec, placement, offloaded, holds_gradients=holds_gradients, overlap=overlap),
+        offloaded,
+        not_recomputed_seconds=not_recomputed_seconds,
     )
 
 
@@ -569,16 +566,12 @@ def test_spilled_activations_overlap_with_the_computing_of_their_own_layers(plac
     """Two layers of three in forward, of five blocks in backward, where the last three units are still in buffers."""
     offloaded = offload([4096, 4096, 4096], num_micro_batches=4, spilled_units=8)
     assert (offloaded.num_units, offloaded.written_bytes, offloaded.read_bytes) == (12, 8 * 4096, 5 * 4096)
-    time = overlapped_step(
-        SPEC,
-        placement,
-        replace(traffic_of(), **dict.fromkeys(MOVED, 0)).with_offloaded(offloaded),
-        machine(read_bytes_per_second=5 * 4096 / 0.9, write_bytes_per_second=8 * 4096 / 0.9),
+    time = StepCosts(
+        spec=SPEC,
+        hardware=machine(read_bytes_per_second=5 * 4096 / 0.9, write_bytes_per_second=8 * 4096 / 0.9),
         compute=ComputeSeconds(forward=1.0, backward=1.0, head=0.0, is_measured=False),
-        offloaded=offloaded,
-        not_recomputed_seconds=0.0,
         holds_gradients=True,
-    )
+    ).time(placement, replace(traffic_of(), **dict.fromkeys(MOVED, 0)).with_offloaded(offloaded), offloaded)
     assert time.forward.total == pytest.approx(0.9 + 4 / 12, rel=1e-3)
     assert time.backward.total == pytest.approx(0.9 + 15 / 20, rel=1e-3)
 

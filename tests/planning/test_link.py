@@ -15,7 +15,7 @@ from ratel_cli.planning.profile.placement import LEAST_UNITS, Placement, UnitsOn
 from ratel_cli.planning.search.decisions import Decisions
 from ratel_cli.planning.search.problem import Problem
 from ratel_cli.planning.search.swap import SwapOrder
-from ratel_cli.planning.time.costs import ComputeSeconds, overlapped_step
+from ratel_cli.planning.time.costs import ComputeSeconds, StepCosts
 from ratel_cli.planning.time.link import exposed_unit_bytes, exposed_units, waited_unit_bytes
 from ratel_cli.planning.time.traffic import Traffic
 from tests.planning.profiles import by_chance
@@ -68,15 +68,15 @@ def test_what_moves_while_nothing_computes_takes_its_time(prefetch_blocks: int) 
     hardware = machine(flops_per_second=1.0)
     assert hardware.link is not None
     both = [
-        overlapped_step(
-            gpt(),
+        StepCosts(
+            spec=gpt(),
+            hardware=hardware,
+            compute=ComputeSeconds(forward=100.0, backward=200.0, head=1.0, is_measured=False),
+            holds_gradients=True,
+        ).time(
             Placement(prefetch_blocks=prefetch_blocks, pending_updates=1, gpu_window_bytes=1 << 40),
             Traffic(),
-            hardware,
-            compute=ComputeSeconds(forward=100.0, backward=200.0, head=1.0, is_measured=False),
-            offloaded=offload([1000] * 3, num_micro_batches=1, spilled_units=0, exposed=exposed),
-            not_recomputed_seconds=0.0,
-            holds_gradients=True,
+            offload([1000] * 3, num_micro_batches=1, spilled_units=0, exposed=exposed),
         )
         for exposed in (ExposedUnits(10**9, 10**10), NOT_EXPOSED)
     ]

@@ -16,7 +16,7 @@ from ratel_cli.planning.profile.placement import LEAST_UNITS, ActivationPolicy, 
 from ratel_cli.planning.search.decisions import Decisions
 from ratel_cli.planning.search.plan import Plan, make_plan
 from ratel_cli.planning.search.problem import Problem
-from ratel_cli.planning.time.costs import compute_seconds, overlapped_step
+from ratel_cli.planning.time.costs import StepCosts, compute_seconds
 from ratel_cli.planning.time.traffic import checksum_bytes, step_traffic
 from ratel_cli.units import GIB, MIB
 from tests.hardware.profiles import WITH_GPU
@@ -93,18 +93,14 @@ def test_all_parts_are_those_of_its_placement(overlap: Overlap, holds_gradients:
     profile = PROFILE.profiles[0]
     assert made.flops_forward == 3 * (6 * profile.flops_forward + PROFILE.flops_head)
     assert made.flops_recomputed == 3 * (6 * profile.flops_recomputed - made.swap.flops)
-    assert made.time == overlapped_step(
-        SPEC,
-        made.placement,
-        made.traffic,
-        machine(),
+    assert made.time == StepCosts(
+        spec=SPEC,
+        hardware=machine(),
         compute=compute_seconds(PROFILE, WORKLOAD, machine()),
-        offloaded=made.offloaded,
-        not_recomputed_seconds=3 * made.swap.flops / 1e12,
         holds_gradients=holds_gradients,
         num_micro_batches=WORKLOAD.num_micro_batches,
         overlap=overlap,
-    )
+    ).time(made.placement, made.traffic, made.offloaded, not_recomputed_seconds=3 * made.swap.flops / 1e12)
 
 
 def test_without_held_gradients_nothing_is_spilled() -> None:
@@ -334,16 +330,12 @@ def test_updates_in_vain_are_written_twice_and_what_was_resident_is_read_again(l
     assert costs is not None
     bare = replace(placement, resident_weights=frozenset(), resident_states=frozenset())
     times = [
-        overlapped_step(
-            SPEC,
-            each,
-            step_traffic(SPEC, each, clipped.offloaded, holds_gradients=holds_gradients),
-            machine(),
+        StepCosts(
+            spec=SPEC,
+            hardware=machine(),
             compute=compute_seconds(PROFILE, WORKLOAD, machine()),
-            offloaded=clipped.offloaded,
-            not_recomputed_seconds=0.0,
             holds_gradients=holds_gradients,
-        )
+        ).time(each, step_traffic(SPEC, each, clipped.offloaded, holds_gradients=holds_gradients), clipped.offloaded)
         for each, holds_gradients in ((placement, True), (placement, False), (bare, True))
     ]
     assert costs.deferred_seconds == clipped.time.total == times[0].total

@@ -13,8 +13,9 @@ from hypothesis import given
 from ratel_cli.planning.profile.placement import Placement, Workload
 from ratel_cli.planning.search.choose import weigh
 from ratel_cli.planning.search.decisions import Decisions
+from ratel_cli.planning.search.evaluation import Evaluation
 from ratel_cli.planning.search.plan import make_plan
-from ratel_cli.planning.search.problem import Evaluation, Problem
+from ratel_cli.planning.search.problem import Problem
 from ratel_cli.planning.time.wear import WearPolicy
 from ratel_cli.schedule.rules import FROZEN
 from ratel_cli.units import GIB

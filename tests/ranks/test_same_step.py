@@ -15,7 +15,7 @@ from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.queue import open_queue
 from ratel_cli.store.generation import Generation
 from ratel_cli.store.joined import JoinedGeneration
-from ratel_cli.training.loop import saved_by_all
+from ratel_cli.training.saved_steps import saved_by_all
 from tests.ranks.threads import together
 from tests.store.stores import blocks_of, create_store, import_all, run_step
 

@@ -22,6 +22,7 @@ from ratel_cli.planning.time.step_time import RESOURCES, Resource
 from ratel_cli.planning.time.wear import WearTrade
 from ratel_cli.report.words.plan import split_words, wear_rows
 from ratel_cli.report.words.run import (
+    StoreDrives,
     adapted_line,
     evaluation_line,
     opening,
@@ -33,6 +34,7 @@ from ratel_cli.report.words.run import (
 )
 from ratel_cli.schedule.rules import rules_of
 from ratel_cli.sizes import Filling
+from ratel_cli.training.facts import RunFacts
 from ratel_cli.training.metrics import RunTotals, StepMetrics
 from ratel_cli.units import GIB, MIB, format_bytes, format_seconds, format_traffic
 from tests.planning.profiles import estimated
@@ -112,18 +114,22 @@ def facts(
         spec,
         made,
         hardware or machine(),
+        RunFacts(
+            num_steps=num_steps,
+            first_step=first_step,
+            num_samples=samples,
+            num_tokens=12345,
+            software="ratel 1",
+            started="2026-11-30 12:00:00",
+            pid=1,
+        ),
+        StoreDrives(
+            engine="threads", paths=[Path("/a"), Path("/b")], taken_bytes=taken_bytes, endurance_tb=endurance_tb
+        ),
         dtype="bfloat16",
-        samples=samples,
-        data_tokens=12345,
         loss_share=loss_share,
-        num_steps=num_steps,
-        first_step=first_step,
-        engine="threads",
         split=split_words(made.workload, is_planned=False),
-        paths=[Path("/a"), Path("/b")],
         output_dir=Path("out"),
-        taken_bytes=taken_bytes,
-        endurance_tb=endurance_tb,
     )
     assert len(dict(rows)) == len(rows)
     return dict(rows)

@@ -16,7 +16,8 @@ from ratel_cli.engine.replay.recording import StepRecording
 from ratel_cli.engine.steps.state import StepOutcome
 from ratel_cli.errors import Interrupted
 from ratel_cli.store.manifest import Progress
-from ratel_cli.training.loop import LoopCallbacks, LoopSettings, TrainingLoop
+from ratel_cli.training.loop import TrainingLoop
+from ratel_cli.training.loop_settings import LoopCallbacks, LoopSettings
 from ratel_cli.training.metrics import StepMetrics
 from ratel_cli.training.schedule import LearningRateSchedule
 
@@ -28,6 +29,7 @@ SETTINGS = LoopSettings(
     deterministic=True,
     num_steps=4,
     micro_batches_per_step=2,
+    schedule=LearningRateSchedule(scheduler="linear", peak=1e-3, num_warmup_steps=1, num_steps=4),
     scale_loss=False,
     eval_steps=None,
     save_steps=None,
@@ -219,6 +221,7 @@ class Run:
         timeline, queue = Timeline(), FakeQueue()
         self.engine = FakeEngine(self.events, queue, timeline, failing or {})
         settings = replace(SETTINGS, **changes)  # type: ignore[arg-type]
+        schedule = replace(settings.schedule, num_steps=settings.num_steps)
         if eval_losses is not None:
             losses = eval_losses
             self.engine.evaluation = lambda: losses[self.store.progress.step]
@@ -230,10 +233,7 @@ class Run:
             store=self.store,
             queue=queue,
             data=FakeData(num_eval_batches),
-            schedule=LearningRateSchedule(
-                scheduler="linear", peak=1e-3, num_warmup_steps=1, num_steps=settings.num_steps
-            ),
-            settings=settings,
+            settings=replace(settings, schedule=schedule),
             timeline=timeline,
             callbacks=LoopCallbacks(
                 check_stop=check_stop,

@@ -17,7 +17,7 @@ from ratel_cli.io.queue import IoQueue, open_queue
 from ratel_cli.store.barrier import Barrier
 from ratel_cli.store.lock import DATA_FILE_NAME
 from ratel_cli.store.store import Store
-from ratel_cli.training.snapshots import Snapshots
+from ratel_cli.training.snapshots import AllRanks, Snapshots
 from tests.fakes import Fault, FaultyQueue
 from tests.store.stores import check_generation, create_store, import_all, open_store, run_step
 
@@ -49,7 +49,7 @@ class Machine:
                 self.source,
                 target,
                 patience_seconds=patience_seconds,
-                of_all=of_all,
+                ranks=AllRanks(of_all=of_all),
                 is_new=is_new,
                 every=every,
                 bytes_per_second=bytes_per_second,

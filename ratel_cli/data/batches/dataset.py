@@ -1,13 +1,4 @@
-"""Training data: from the config's `datasets` to the micro-batches of any step.
-
-This is the interface of the folder. The way of a row:
-
-1. `rows` and `lines` read it;
-2. `formats` checks it and makes a draft;
-3. `encode`, with `chat`, tokenises the draft into samples;
-4. `ingest` writes the samples into `token_cache`;
-5. `packing` puts samples into sequences, and sequences into micro-batches;
-6. `TrainingData` gives each step its micro-batches.
+"""Training data: the samples of a run as the micro-batches of any step.
 
 Invariant: `step(k)` is a pure function of the samples, the settings and k, so a resumed run gets exactly the batches
 that an uninterrupted run would get.
@@ -16,15 +7,12 @@ that an uninterrupted run would get.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import asdict, dataclass, replace
-from functools import partial
-from pathlib import Path
 
 import numpy as np
 
-from ratel_cli.data.files.file_names import TEST_REJECTS_NAME
 from ratel_cli.data.pairs.compared_samples import ComparedSamples, in_groups
 from ratel_cli.data.pairs.reference import LogProbabilities, Reference
 from ratel_cli.data.samples.packing import (
@@ -38,20 +26,12 @@ from ratel_cli.data.samples.packing import (
 )
 from ratel_cli.data.samples.samples import Sample
 from ratel_cli.data.samples.token_cache import TokenCache
-from ratel_cli.data.sources.ingest import Demand, load_token_cache
-from ratel_cli.data.text.drafts import ExcessLengthStrategy, TrainOnInputs
 from ratel_cli.data.text.masking import Masking
-from ratel_cli.data.text.rows import Compares, DatasetSource, RowSource, open_source
-from ratel_cli.data.text.shared_tokens import SharedTokens
-from ratel_cli.data.text.tokenizer import Tokenizer
-from ratel_cli.errors import BadInput, ErrorList, printable
+from ratel_cli.data.text.rows import Compares
+from ratel_cli.errors import BadInput
 from ratel_cli.json_fields import hash_of
-from ratel_cli.progress import OpenBar, no_bar
 from ratel_cli.sizes import Filling, Task
 from ratel_cli.units import counted
-
-WINDOW_SAMPLES = 1 << 14
-"""Samples of a stream that are packed and mixed together."""
 
 _STEPS_COUNTED = 16
 """Steps that are read to estimate the padding of both texts of an encoder-decoder."""
@@ -369,123 +349,6 @@ class TrainingData:
                 multiple=self._row_multiple,
                 task=self._settings.task,
             )
-
-
-def load_training_data(
-    sources: Sequence[DatasetSource],
-    settings: DataSettings,
-    *,
-    tokenizer: Tokenizer,
-    num_embeddings: int | None = None,
-    train_on_inputs: TrainOnInputs,
-    excess_length_strategy: ExcessLengthStrategy = "truncate",
-    cache_dir: Path,
-    rejects_path: Path | None,
-    notice: Callable[[str], None],
-    rejects_shown_by: str | None = None,
-    test_sources: Sequence[DatasetSource] = (),
-    stream_steps: int | None = None,
-    window_samples: int = WINDOW_SAMPLES,
-    shared: SharedTokens | None = None,
-    open_bar: OpenBar = no_bar,
-    row_multiple: int = 1,
-    stop_ids: Collection[int] = (),
-) -> TrainingData:
-    """Read all samples, or find them in the cache, hold out the evaluation split, and pack the rest.
-
-    `rejects_path` gets the rejected rows, and a file next to it those of `test_sources`, whose samples are for
-    evaluation; None: they are not written. `rejects_shown_by`: what shows them to the user; None: this file, if there
-    is one. `notice` gets remarks for the user. `stream_steps`: the sources are streams; read only as many rows as this
-    many steps need, and pack and mix `window_samples` at a time. `shared`: tokens of other commands. `open_bar` shows
-    how far reading is. `row_multiple`: as in `TrainingData`; `num_embeddings`, `stop_ids`: as in `SampleEncoder`.
-    Raises BadInput if the data cannot be used, EnvironmentFailure if it cannot be read or the cache cannot be written.
-    """
-    if settings.sequence_len < 2:
-        raise BadInput(
-            f"sequence_len is {settings.sequence_len}; a sample needs at least 2 tokens", "set a larger sequence_len"
-        )
-
-    demand = None
-    if stream_steps is not None:
-        assert not settings.val_set_size
-        demand = Demand(
-            num_sequences=stream_steps * settings.micro_batch_size * settings.gradient_accumulation_steps,
-            capacity=settings.sequence_len if settings.packing else None,
-            window_samples=window_samples,
-        )
-
-    def tokenised(
-        wanted: Sequence[DatasetSource], rejects: Path | None, key: str, demand: Demand | None = None
-    ) -> TokenCache:
-        return load_token_cache(
-            open_sources(wanted, key_of_sources=key, notice=notice, is_stream=demand is not None, open_bar=open_bar),
-            open_bar=open_bar,
-            shared=shared if demand is None else None,  # the content of a stream is not known before it is read
-            demand=demand,
-            key_of_sources=key,
-            tokenizer=tokenizer,
-            num_embeddings=num_embeddings,
-            sequence_len=settings.sequence_len,
-            train_on_inputs=train_on_inputs,
-            excess_length_strategy=excess_length_strategy,
-            stop_ids=stop_ids,
-            cache_dir=cache_dir,
-            rejects_path=rejects,
-            rejects_shown_by=rejects_shown_by or (None if rejects is None else printable(str(rejects))),
-            notice=notice,
-        )
-
-    masking = None
-    if settings.task == "masked_lm":
-        if tokenizer.mask_token_id is None:
-            raise BadInput("the tokenizer has no mask token", "datasets of type: mlm need the tokenizer of an encoder")
-        masking = Masking(
-            probability=settings.mlm_probability,
-            mask_id=tokenizer.mask_token_id,
-            num_tokens=min(len(tokenizer), num_embeddings or len(tokenizer)),
-            seed=settings.seed,
-        )
-    padding_ids = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
-    test_rejects = None if rejects_path is None else rejects_path.with_name(TEST_REJECTS_NAME)
-    errors = ErrorList()
-    cache = errors.attempt(("datasets",), lambda: tokenised(sources, rejects_path, "datasets", demand))
-    eval_cache = None
-    if test_sources:
-        key = "test_datasets"
-        eval_cache = errors.attempt((key,), lambda: tokenised(test_sources, test_rejects, key))
-    errors.raise_all()
-    assert cache is not None
-    return TrainingData(
-        cache,
-        settings,
-        padding_id=next(padding_id for padding_id in padding_ids if padding_id is not None),
-        masking=masking,
-        weights=[source.weight for source in sources] if demand is None else (),
-        window_samples=window_samples if demand is not None else None,
-        eval_cache=eval_cache,
-        row_multiple=row_multiple,
-    )
-
-
-def open_sources(
-    sources: Sequence[DatasetSource],
-    *,
-    key_of_sources: str,
-    notice: Callable[[str], None],
-    is_stream: bool,
-    open_bar: OpenBar,
-) -> list[RowSource]:
-    """Find the files of all sources, as `open_source` does. Raises its errors, those of all sources at once."""
-    errors = ErrorList()
-    opened = [
-        errors.attempt(
-            (key_of_sources, number, "path"),
-            partial(open_source, source, notice=notice, is_stream=is_stream, open_bar=open_bar),
-        )
-        for number, source in enumerate(sources)
-    ]
-    errors.raise_all()
-    return [each for each in opened if each is not None]
 
 
 def _weighted(sample_ids: Integers, counts: Sequence[int], weights: Sequence[float], seed: int) -> Integers:

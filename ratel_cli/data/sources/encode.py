@@ -23,6 +23,7 @@ from ratel_cli.data.text.drafts import (
     ChatDraft,
     ComparedDraft,
     Draft,
+    ExcessLengthStrategy,
     PairDraft,
     RowDraft,
     TextDraft,
@@ -34,6 +35,19 @@ from ratel_cli.data.text.tokenise import token_ids, tokens_around, without_row
 from ratel_cli.data.text.tokenizer import NoTokenizer, Tokenizer, num_ids
 from ratel_cli.hardware.host import num_cores
 from ratel_cli.sizes import IGNORED_TARGET
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Encoding:
+    """What decides the tokens of a row, besides the longest that a sample may be."""
+
+    tokenizer: Tokenizer
+    num_embeddings: int | None = None
+    """The model's rows for tokens: its samples have smaller token ids. None: as many as there are tokens."""
+    train_on_inputs: TrainOnInputs
+    excess_length_strategy: ExcessLengthStrategy = "truncate"
+    stop_ids: Collection[int] = ()
+    """Tokens besides EOS with which a model stops."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,12 +6,10 @@ whole cache is written or nothing of it.
 
 from __future__ import annotations
 
-import errno
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass
-from datetime import datetime
+from dataclasses import dataclass
 from functools import partial
 from operator import sub
 from pathlib import Path
@@ -20,16 +18,14 @@ from typing import TypeVar
 from ratel_cli.data.files.lines import MAX_ROW_BYTES, Reject, Row
 from ratel_cli.data.files.remarks import Remark, sentences
 from ratel_cli.data.samples.samples import Encoded
-from ratel_cli.data.samples.token_cache import FORMAT_VERSION, SourceCounts, TokenCache, TokenCacheWriter, copy_rejects
+from ratel_cli.data.samples.token_cache import SourceCounts, TokenCache, TokenCacheWriter
 from ratel_cli.data.sources.encode import Begun, SampleEncoder
 from ratel_cli.data.sources.formats import RowFormat, decide_format
-from ratel_cli.data.text.drafts import Draft, ExcessLengthStrategy, TrainOnInputs, Unusable, unless_unusable
+from ratel_cli.data.text.drafts import Draft, Unusable, unless_unusable
 from ratel_cli.data.text.rows import RowSource
-from ratel_cli.data.text.shared_tokens import SharedTokens
-from ratel_cli.data.text.tokenizer import NoTokenizer, Tokenizer, has_chat_template, num_ids, tokenizer_hash
-from ratel_cli.errors import BadInput, EnvironmentFailure, ErrorList, RatelError, printable
-from ratel_cli.json_fields import hash_of
-from ratel_cli.progress import Advance, OpenBar, no_bar
+from ratel_cli.data.text.tokenizer import NoTokenizer, Tokenizer, has_chat_template
+from ratel_cli.errors import BadInput, ErrorList, RatelError, printable
+from ratel_cli.progress import Advance, OpenBar
 
 T = TypeVar("T")
 
@@ -37,107 +33,6 @@ _GROUP_ROWS = 256
 _GROUP_CHARS = 1 << 20  # a tokenizer takes about 120 bytes of RAM for each
 _MAX_REJECTED_SHARE = 0.01
 MAX_SHOWN_REJECTS = 5
-_RULE_OF_TURNS = 2
-"""Whoever changes which tokens of a conversation have loss counts it up, so that no cache of the earlier rule is used
-for a new run."""
-_OF_EARLIER_RULE = (
-    "this run keeps the tokens of an earlier version of Ratel, which ended turns elsewhere; a new output_dir gets new "
-    "tokens"
-)
-
-
-def load_token_cache(
-    sources: Sequence[RowSource],
-    *,
-    tokenizer: Tokenizer,
-    num_embeddings: int | None = None,
-    sequence_len: int,
-    train_on_inputs: TrainOnInputs,
-    excess_length_strategy: ExcessLengthStrategy = "truncate",
-    stop_ids: Collection[int] = (),
-    cache_dir: Path,
-    rejects_path: Path | None,
-    rejects_shown_by: str | None,
-    notice: Callable[[str], None],
-    demand: Demand | None = None,
-    key_of_sources: str = "datasets",
-    shared: SharedTokens | None = None,
-    open_bar: OpenBar = no_bar,
-) -> TokenCache:
-    """The tokenised samples of all sources. They come from the cache if exactly these were tokenised before.
-
-    `num_embeddings`: as in `SampleEncoder`. `demand`: the sources are streams, and only as much of them is read; None:
-    all of them is. `shared`: tokens of other commands, which are used as well and get those that are new; None: no
-    others are.
-    `open_bar` shows how far reading is. `notice` gets remarks for the user, `rejects_path` the rejected rows if it is
-    not None. `rejects_shown_by`: what shows the user the rejected rows; None if nothing does. `key_of_sources` is their
-    key in the config, for errors.
-    Raises BadInput if the data cannot be used, EnvironmentFailure if it cannot be read or the cache cannot be written.
-    The error has those of all sources, as far as their first rows show them.
-    """
-    most = num_ids(tokenizer)
-    # Everything that decides the content of the cache and of its rejects, but what a turn is.
-    parts = {
-        "format_version": FORMAT_VERSION,
-        "sources": [
-            {
-                "settings": source.source.described(),
-                "files": [[str(stamp.path), stamp.sha256] for stamp in source.files],
-                **({} if source.part is None else {"part": source.part.written}),
-            }
-            for source in sources
-        ],
-        "tokenizer": tokenizer_hash(tokenizer),
-        "sequence_len": sequence_len,
-        "train_on_inputs": train_on_inputs,
-        **({} if excess_length_strategy == "truncate" else {"excess_length_strategy": excess_length_strategy}),
-        **({} if demand is None else {"demand": asdict(demand)}),
-        **({"num_embeddings": num_embeddings} if (num_embeddings or most) < most else {}),
-    }
-    earlier_key = hash_of(parts)[:32]
-    key = hash_of({**parts, "turns": _RULE_OF_TURNS, "stop_ids": sorted(stop_ids)})[:32]
-    # Others' tokens are to be those that this command would make today: a template may write the date.
-    writes_date = "strftime_now" in str(tokenizer.chat_template)
-    shared_key = f"{key} {datetime.now().astimezone().date()}" if writes_date else key
-    try:
-        cache = TokenCache.open(cache_dir / key, notice=notice, open_bar=open_bar)
-        if cache is None:
-            cache = TokenCache.open(cache_dir / earlier_key, notice=notice, open_bar=open_bar)
-            if cache is not None:
-                notice(f"{printable(str(cache.directory))}: {_OF_EARLIER_RULE}")
-        if cache is None and shared is not None:
-            cache = shared.find(shared_key, cache_dir / key, open_bar=open_bar)
-        if cache is None:
-            encoder = SampleEncoder(
-                tokenizer,
-                num_embeddings=num_embeddings,
-                sequence_len=sequence_len,
-                train_on_inputs=train_on_inputs,
-                truncates=excess_length_strategy == "truncate",
-                notice=notice,
-                stop_ids=stop_ids,
-            )
-            with encoder, TokenCacheWriter(cache_dir / key) as writer:
-                ingestion = _Ingestion(
-                    tokenizer, encoder, writer, sequence_len, rejects_path, rejects_shown_by, notice, key_of_sources,
-                    raises_for_length=excess_length_strategy == "raise",
-                )  # fmt: skip
-                cache = ingestion.run(sources, demand, open_bar)
-            if shared is not None:
-                shared.add(shared_key, cache)
-            return cache
-        if rejects_path is not None:
-            copy_rejects(cache.directory, rejects_path)
-    except OSError as error:
-        path = printable(str(error.filename or cache_dir))
-        is_full = error.errno == errno.ENOSPC
-        raise EnvironmentFailure(
-            f"{path}: cannot be written{' (no space left)' if is_full else ''}: {error.strerror}",
-            hint="free space there, or set another output_dir" if is_full else None,
-        ) from error
-    for text in cache.summary.notices:
-        notice(text)
-    return cache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,7 +60,7 @@ class _Group:
     """How much of its source is read."""
 
 
-class _Ingestion:
+class Ingestion:
     """One pass over all sources, with its counts."""
 
     def __init__(

@@ -32,158 +32,22 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from functools import partial
-from itertools import islice
 
 import torch
 
-from ratel_cli.engine.device.device import Device, DeviceBuffer, Download, Upload
+from ratel_cli.engine.cache.units import WINDOW_PURPOSE, PackedUnit, Unit, bytes_of, purpose_of_units
+from ratel_cli.engine.device.device import Device
 from ratel_cli.engine.measure.telemetry import SpanLabel, Timeline
 from ratel_cli.errors import RatelError
-from ratel_cli.io.buffers import BufferPool, Lease
+from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.scratch import Scratch
 from ratel_cli.io.tickets import Ticket
 from ratel_cli.model.values.spec import name_in_layer
 from ratel_cli.planning.profile.placement import SPILL_WINDOW_UNITS, Placement, tensors_ahead
 from ratel_cli.planning.time.step_time import Resource
 from ratel_cli.schedule.segments import Segment
-from ratel_cli.schedule.uses import Stage
-from ratel_cli.sizes import PACKED_ALIGNMENT, PAGE_BYTES
-from ratel_cli.units import align_up
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Unit:
-    """What one layer's backward needs of its forward, for one micro-batch."""
-
-    leaf: torch.Tensor
-    """The layer's input `[batch, tokens, hidden]`."""
-    offloaded: dict[int, tuple[torch.Tensor, ...]]
-    """Outputs of swapped operators, by position in the tape, each in the shape that the operator gave it. The replay
-    takes them out."""
-
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        """All tensors of the unit, the layer's input first."""
-        return [self.leaf, *(tensor for tensors in self.offloaded.values() for tensor in tensors)]
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of the packed unit: the tensors' storages, each aligned to `PACKED_ALIGNMENT`."""
-        return sum(align_up(tensor.untyped_storage().nbytes(), PACKED_ALIGNMENT) for tensor in self.tensors)
-
-
-@dataclass(frozen=True, slots=True)
-class _PackedTensor:
-    """Where a tensor's storage lies in a unit's buffer, and how the tensor lies in its storage."""
-
-    start: int
-    num_bytes: int
-    dtype: torch.dtype
-    size: torch.Size
-    stride: tuple[int, ...]
-    storage_offset: int
-
-    def tensor_in(self, values: torch.Tensor) -> torch.Tensor:
-        """The tensor in the bytes of its storage, which are flat uint8 `[bytes]`."""
-        # Not a view: a view keeps the version counter of its base.
-        first = values.storage_offset() // self.dtype.itemsize
-        empty = torch.empty(0, dtype=self.dtype, device=values.device)
-        return empty.set_(values.untyped_storage(), first + self.storage_offset, self.size, self.stride)
-
-
-class _PackedUnit:
-    """A unit that is moved: it lies in a leased buffer now or later, and on NVMe if it is spilled."""
-
-    def __init__(self, block: int, unit: Unit, offset: int | None) -> None:
-        self.block = block
-        self.offset = offset
-        """Address of the unit in the scratch space, in bytes; None if the unit is not spilled."""
-        position = 0
-
-        def place(tensor: torch.Tensor) -> _PackedTensor:
-            nonlocal position
-            storage = tensor.untyped_storage()
-            start, position = position, position + align_up(storage.nbytes(), PACKED_ALIGNMENT)
-            return _PackedTensor(
-                start, storage.nbytes(), tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset())
-            )
-
-        self.leaf = place(unit.leaf)
-        self.offloaded = {
-            index: tuple(place(tensor) for tensor in tensors) for index, tensors in unit.offloaded.items()
-        }
-        self.num_bytes = align_up(position, PAGE_BYTES)
-        self.num_elements = unit.leaf.numel()
-        self.lease: Lease | None = None
-        self.download: Download | None = None
-        self.write: Ticket | None = None
-        """The write in flight."""
-        self.read: Ticket | None = None
-        """The read in flight."""
-        self.buffers: dict[int, DeviceBuffer] = {}
-        """By place, for tensors whose upload has not begun."""
-        self.uploads: dict[int, Upload] = {}
-        """By place, for tensors whose upload has begun; empty when they are opened."""
-        self._uploaded: list[Callable[[], None]] = []
-        """Wait for each upload that was opened."""
-
-    @property
-    def places(self) -> list[_PackedTensor]:
-        """The places of all tensors, in the order of `Unit.tensors`."""
-        return [self.leaf, *(place for each in self.offloaded.values() for place in each)]
-
-    @property
-    def is_in_memory(self) -> bool:
-        """True if the leased buffer has the unit, or will have it when the download has ended."""
-        return self.lease is not None and (self.read is None or self.read.done)
-
-    @property
-    def memory(self) -> memoryview:
-        """The leased buffer."""
-        assert self.lease is not None
-        return self.lease.memory
-
-    @property
-    def pieces(self) -> list[memoryview]:
-        """The part of the leased buffer for each tensor, in the order of `places`."""
-        return [self.memory[place.start : place.start + place.num_bytes] for place in self.places]
-
-    @property
-    def reserved(self) -> set[int]:
-        """The places of tensors that have memory on the device."""
-        return {*self.buffers, *self.uploads}
-
-    def open(self) -> Unit:
-        """The unit in the bytes that go up, for work that is queued from now on. It alone holds them afterwards."""
-        tensors = iter([place.tensor_in(self.uploads[number].open()) for number, place in enumerate(self.places)])
-        self._uploaded = [upload.give_up().wait for upload in self.uploads.values()]
-        self.uploads = {}
-        return Unit(
-            leaf=next(tensors),
-            offloaded={index: tuple(islice(tensors, len(places))) for index, places in self.offloaded.items()},
-        )
-
-    def wait_uploaded(self) -> None:
-        """Return when nothing reads the leased buffer for an upload."""
-        for upload in self.uploads.values():
-            upload.wait()
-        for wait in self._uploaded:
-            wait()
-
-    def label(self, stage: Stage) -> SpanLabel:
-        return SpanLabel(text=purpose_of_units(self.block), block=self.block, stage=stage)
-
-
-WINDOW_PURPOSE = "activations on their way"
-"""Purpose of the buffers for units that go to NVMe."""
-
-
-def purpose_of_units(block: int) -> str:
-    """Return the purpose of the buffers for a block's units that stay in host memory."""
-    return f"activations of block {block}"
 
 
 class ActivationOffloader:
@@ -216,12 +80,12 @@ class ActivationOffloader:
         self._order: list[tuple[int, int]] = []
         """Keys (block, micro-batch) of the units that were put and not fetched yet. Backward fetches the last first."""
         self._staying: dict[tuple[int, int], Unit] = {}
-        self._packed: dict[tuple[int, int], _PackedUnit] = {}
-        self._to_write: _PackedUnit | None = None
+        self._packed: dict[tuple[int, int], PackedUnit] = {}
+        self._to_write: PackedUnit | None = None
         """A spilled unit whose write has not begun; its download may still be running."""
-        self._window: deque[_PackedUnit] = deque()
+        self._window: deque[PackedUnit] = deque()
         """Spilled units that are in a buffer, in the order in which they got it."""
-        self._to_read: list[_PackedUnit] = []
+        self._to_read: list[PackedUnit] = []
         """Spilled units that are in no buffer. Backward reads the last first."""
         self._num_skipped = 0
         """Units of layers that backward does not reach: the plan counts them, and they take nothing."""
@@ -259,12 +123,12 @@ class ActivationOffloader:
         if stays:
             self._staying[key] = Unit(leaf=unit.leaf.detach(), offloaded=unit.offloaded)
             return
-        packed = self._packed[key] = _PackedUnit(block, unit, self._end if is_spilled else None)
+        packed = self._packed[key] = PackedUnit(block, unit, self._end if is_spilled else None)
         if is_spilled:
             self._end += packed.num_bytes
             self._shrink_window()
         self._lease(packed)
-        pieces = list(zip(map(_bytes_of, unit.tensors), packed.pieces, strict=True))
+        pieces = list(zip(map(bytes_of, unit.tensors), packed.pieces, strict=True))
         packed.download = self._device.download(pieces, packed.label("forward"))
         if is_spilled:
             self._to_write = packed
@@ -372,7 +236,7 @@ class ActivationOffloader:
             packed.download.wait()
         packed.write = self._scratch.write_sealed(packed.offset, packed.memory)
 
-    def _bring_to_memory(self, packed: _PackedUnit) -> None:
+    def _bring_to_memory(self, packed: PackedUnit) -> None:
         """Return when the unit is in host memory. The reads of the next units are started first."""
         if packed.lease is None:
             self._shrink_window()
@@ -389,11 +253,11 @@ class ActivationOffloader:
         self.catch_up()
 
     @property
-    def _coming(self) -> _PackedUnit | None:
+    def _coming(self) -> PackedUnit | None:
         """The unit that is fetched next; None if there is none, or if it stays where it was computed."""
         return self._packed.get(self._order[-1]) if self._order else None
 
-    def _reserve(self, packed: _PackedUnit, most_bytes: int | None = None) -> None:
+    def _reserve(self, packed: PackedUnit, most_bytes: int | None = None) -> None:
         """Reserve device buffers for tensors that have none, as many as fit into `most_bytes` together with those that
         have; None: for all."""
         sizes, reserved = [place.num_bytes for place in packed.places], packed.reserved
@@ -401,7 +265,7 @@ class ActivationOffloader:
         for number in tensors_ahead(sizes, most_bytes, taken=reserved):
             packed.buffers[number] = self._device.reserve(sizes[number])
 
-    def _upload(self, packed: _PackedUnit) -> None:
+    def _upload(self, packed: PackedUnit) -> None:
         """Start the upload of all tensors that have buffers."""
         self._wait_read(packed)
         label, pieces = packed.label("backward"), packed.pieces
@@ -415,12 +279,12 @@ class ActivationOffloader:
         while self._to_read and len(self._window) < SPILL_WINDOW_UNITS:
             self._read(self._to_read.pop())
 
-    def _read(self, packed: _PackedUnit) -> None:
+    def _read(self, packed: PackedUnit) -> None:
         assert self._scratch is not None and packed.offset is not None
         self._lease(packed)
         packed.read = self._scratch.read_sealed(packed.offset, packed.memory, packed.label("backward").text)
 
-    def _lease(self, packed: _PackedUnit) -> None:
+    def _lease(self, packed: PackedUnit) -> None:
         # Buffers of the window serve any block. The others are leased all at once, each size once for each layer.
         purpose = purpose_of_units(packed.block) if packed.offset is None else WINDOW_PURPOSE
         at_most_bytes = packed.num_bytes
@@ -437,7 +301,7 @@ class ActivationOffloader:
             self._release(oldest)
             self._to_read.append(oldest)
 
-    def _release(self, packed: _PackedUnit) -> None:
+    def _release(self, packed: PackedUnit) -> None:
         write, packed.write = packed.write, None
         if write is not None:
             self._wait(write, "nvme write", packed.label("forward"))
@@ -448,7 +312,7 @@ class ActivationOffloader:
         assert lease is not None
         lease.release()
 
-    def _wait_read(self, packed: _PackedUnit) -> None:
+    def _wait_read(self, packed: PackedUnit) -> None:
         read, packed.read = packed.read, None
         if read is not None:
             self._wait(read, "nvme read", packed.label("backward"))
@@ -457,8 +321,3 @@ class ActivationOffloader:
         with self._timeline.stalled_on(resource):
             transfer.wait()
         self._timeline.transfer(resource, label, transfer)
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's whole storage, flat uint8 `[bytes]`."""
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Generic
@@ -26,54 +26,21 @@ from ratel_cli.engine.optimizer.group_update import GroupUpdater
 from ratel_cli.engine.optimizer.groups import GroupWork
 from ratel_cli.engine.optimizer.host_sums import SumThread
 from ratel_cli.engine.optimizer.pipeline import GroupOrder, UpdatePipeline
-from ratel_cli.engine.optimizer.settings import OptimizerSettings
-from ratel_cli.engine.optimizer.update import Updates, UpdateSettings
+from ratel_cli.engine.optimizer.update import Updates
 from ratel_cli.engine.ranks.exchange import GradientExchange
 from ratel_cli.engine.ranks.gathered import WeightGathers
 from ratel_cli.engine.ranks.norms import norms_of_all
 from ratel_cli.engine.ranks.ranks import ALONE, Ranks
 from ratel_cli.engine.reading.host_weights import ResidentWeights
 from ratel_cli.engine.reading.program import AnyBatch, BoundModel, Program
+from ratel_cli.engine.steps.following import EngineSettings, Following
 from ratel_cli.engine.steps.step import StepEngine
 from ratel_cli.engine.steps.weights import WeightReader
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.queue import IoQueue
 from ratel_cli.io.scratch import Scratch
-from ratel_cli.planning.profile.placement import Placement
 from ratel_cli.schedule.slices import GATHERED_AHEAD, sliced_segments
 from ratel_cli.store.store import Store
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineSettings:
-    """What an engine follows: settings of the run, and what its plan decides."""
-
-    optimizer: OptimizerSettings
-    updates: UpdateSettings
-    placement: Placement
-    seed: int
-    gradient_scratch_bytes: int = 0
-    """Space on the drives for gradients that are held until the step is decided."""
-    activation_scratch_bytes: int = 0
-    """Space on the drives for offloaded activations."""
-    chunk_tokens: int | None = None
-    """Tokens whose logits are computed at once; None: as many as have 64 MiB of logits."""
-    micro_batch_tokens: int | None = None
-    """The most tokens of a micro-batch, for which the plan has memory; None if it is not known."""
-    spare_bytes: int = 0
-    """Host memory that the plan leaves: where the CPU computes, idle buffers may stay in it until the next step."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Following:
-    """What follows one placement."""
-
-    updates: Updates
-    exchange: GradientExchange
-    """Between the sums of gradients and the updates."""
-    reader: WeightReader
-    gradient_sums: GradientSums
-    resident: ResidentWeights
 
 
 @contextmanager
@@ -152,10 +119,7 @@ class UpdatingParts(Closing):
             self._pool,
             self._updates,
             self._resident,
-            prefetch_blocks=placement.prefetch_blocks,
-            gpu_weights=placement.gpu_weights,
-            read_in_place=placement.read_in_place,
-            gpu_window_bytes=placement.gpu_window_bytes,
+            placement=placement,
             gathers=self._gathers,
             device=self._device,
             timeline=self._timeline,
@@ -248,28 +212,22 @@ class EngineParts(UpdatingParts, Generic[AnyBatch]):
         following = self.follow(settings)
         device, tokens = self._device, settings.micro_batch_tokens
         elements = None if tokens is None else tokens * program.spec.hidden_size
+        activations = ActivationOffloader(
+            self._pool,
+            self._activations,
+            placement,
+            device=device,
+            timeline=self._timeline,
+            micro_batch_elements=elements,
+        )
         return StepEngine(
             program,
             self._pool,
-            following.reader,
-            following.updates,
-            following.exchange,
-            ActivationOffloader(
-                self._pool,
-                self._activations,
-                placement,
-                device=device,
-                timeline=self._timeline,
-                micro_batch_elements=elements,
-            ),
-            following.gradient_sums,
+            following,
+            activations,
             self._sums,
-            swapped=placement.swapped,
-            most_rows=None if device.is_host else placement.gpu_embedding_rows,
-            seed=settings.seed,
+            settings,
             device=device,
-            chunk_tokens=settings.chunk_tokens,
-            spare_bytes=settings.spare_bytes,
             ranks=self._ranks,
             check_stop=self._check_stop,
         )

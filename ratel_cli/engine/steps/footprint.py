@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from functools import partial
 from typing import TypeVar
 from weakref import WeakKeyDictionary
@@ -26,13 +24,12 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
-from torch.utils.flop_counter import flop_registry
 
 from ratel_cli.engine.reading.program import AnyBatch, AnyProgram, Program, trained_of
+from ratel_cli.engine.steps.footprint_watch import TOKENS, ActivationWatch, BackwardPart, MovedWatch
 from ratel_cli.io.views import VALUE_DTYPES
 from ratel_cli.model.files.skeleton import DTYPES
 from ratel_cli.model.values.carried import Carried, Embedded
-from ratel_cli.model.values.operators import OperatorMode, TorchOperator, tensors_in
 from ratel_cli.model.values.spec import (
     LayerActivations,
     LayerTraits,
@@ -44,29 +41,8 @@ from ratel_cli.model.values.spec import (
 from ratel_cli.schedule.segments import Segment
 
 _PerToken = TypeVar("_PerToken", LayerActivations, RestOfBackward, NormActivations, MovedBytes)
-_TOKENS = 61
 _CANNOT_RUN = (RuntimeError, TypeError, ValueError, LookupError)
 """What fake tensors raise where values would decide what runs, and models that take fewer tokens."""
-_ATTENTION_NAME = "scaled_dot_product"
-_PRODUCTS = frozenset(
-    (
-        *flop_registry,
-        torch.ops.aten._grouped_mm,
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
-        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward,
-    )
-)
-"""Operators with FLOPs: those whose results are worth swapping."""
-_GATHERS = frozenset(
-    (
-        torch.ops.aten.embedding,
-        torch.ops.aten.gather,
-        torch.ops.aten.index,
-        torch.ops.aten.index_select,
-        torch.ops.aten.nll_loss_forward,
-    )
-)
-"""Operators that read as much as they write, whatever the size of what they read from."""
 _LEAST_FREED = 0.1
 """Least share of backward's peak that is freed from one of `LayerActivations.rests` to the next."""
 
@@ -97,7 +73,7 @@ def _silent_fake_tensors() -> Iterator[None]:
 
 
 def _measured_traits(program: Program[AnyBatch]) -> LayerTraits:
-    batch = program.sample(_TOKENS)
+    batch = program.sample(TOKENS)
     shared_by = program.spec.sample_tokens or 1
     try:
         mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -126,10 +102,10 @@ def _shared_out(found: _PerToken, number: int) -> _PerToken:
     return replace(found, **{name: -(-getattr(found, name) // number) for name in names})
 
 
-def _layers(program: AnyProgram, embedded: Embedded, mode: FakeTensorMode) -> list[tuple[LayerActivations, _Moved]]:
+def _layers(program: AnyProgram, embedded: Embedded, mode: FakeTensorMode) -> list[tuple[LayerActivations, MovedWatch]]:
     """What every layer takes and moves. Of each kind one is measured. `mode`: in which fake tensors of `embedded` were
     made, if it has some."""
-    kinds: dict[object, tuple[LayerActivations, _Moved]] = {}
+    kinds: dict[object, tuple[LayerActivations, MovedWatch]] = {}
     found = []
     with mode:
         calls = tuple(call.changed(partial(_faked, mode)) for call in embedded.calls)
@@ -149,16 +125,16 @@ def _faked(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
     return tensor if isinstance(tensor, FakeTensor) else mode.from_tensor(tensor)
 
 
-def _mean(layers: Sequence[_Moved], head: _Moved) -> MovedBytes:
+def _mean(layers: Sequence[MovedWatch], head: MovedWatch) -> MovedBytes:
     def mean(stage: str, grows_with: int) -> int:
         return sum(each.bytes_of[stage][grows_with] for each in layers) // (grows_with * len(layers))
 
     return MovedBytes(
-        forward_per_token=mean("forward", _TOKENS),
-        forward_per_pair=mean("forward", _TOKENS**2),
-        backward_per_token=mean("backward", _TOKENS),
-        backward_per_pair=mean("backward", _TOKENS**2),
-        head_per_token=sum(head.bytes_of[stage][_TOKENS] for stage in ("forward", "backward")) // _TOKENS,
+        forward_per_token=mean("forward", TOKENS),
+        forward_per_pair=mean("forward", TOKENS**2),
+        backward_per_token=mean("backward", TOKENS),
+        backward_per_pair=mean("backward", TOKENS**2),
+        head_per_token=sum(head.bytes_of[stage][TOKENS] for stage in ("forward", "backward")) // TOKENS,
     )
 
 
@@ -186,7 +162,7 @@ def _most_of_rests(rests: Sequence[RestOfBackward]) -> RestOfBackward:
     )
 
 
-def _last(program: Program[AnyBatch], batch: AnyBatch, shape: Sequence[int]) -> tuple[NormActivations, _Moved]:
+def _last(program: Program[AnyBatch], batch: AnyBatch, shape: Sequence[int]) -> tuple[NormActivations, MovedWatch]:
     """What is between the last layer and the chunks of the loss, and what both move. `shape`: of hidden states."""
     head, dtype = program.spec.head, DTYPES[program.spec.dtype]
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -194,12 +170,12 @@ def _last(program: Program[AnyBatch], batch: AnyBatch, shape: Sequence[int]) -> 
         inputs = trained_of(_bound(program, head, weights))
         try:
             leaf = torch.empty(shape, dtype=dtype, requires_grad=True)
-            with _ActivationWatch(weights) as watch:
+            with ActivationWatch(weights) as watch:
                 finished = program.finish(leaf, batch).hidden
                 gradient = torch.empty_like(finished)
-                held = watch.live[_TOKENS]
+                held = watch.live[TOKENS]
                 torch.autograd.grad(finished, (leaf, *inputs), gradient, allow_unused=True)
-            moved = _Moved()
+            moved = MovedWatch()
             with moved:
                 done = program.finish(leaf, batch)
                 loss = done.loss_sum(done.hidden, 0)
@@ -207,7 +183,7 @@ def _last(program: Program[AnyBatch], batch: AnyBatch, shape: Sequence[int]) -> 
                 torch.autograd.grad(loss, (leaf, *inputs), allow_unused=True)
         finally:
             program.release(head)
-    return NormActivations(held_per_token=held // _TOKENS, most_per_token=watch.peak[_TOKENS] // _TOKENS), moved
+    return NormActivations(held_per_token=held // TOKENS, most_per_token=watch.peak[TOKENS] // TOKENS), moved
 
 
 def _weights(segment: Segment) -> list[torch.Tensor]:
@@ -223,7 +199,7 @@ def _bound(program: AnyProgram, segment: Segment, weights: Sequence[torch.Tensor
 
 def _layer(
     program: AnyProgram, layer: Segment, carried: Carried, shape: Sequence[int]
-) -> tuple[LayerActivations, _Moved]:
+) -> tuple[LayerActivations, MovedWatch]:
     """What one layer takes and moves, for hidden states of this shape. `carried` has fake tensors."""
     index = layer.index - 1
     weights = _weights(layer)
@@ -234,15 +210,15 @@ def _layer(
         gradient = torch.empty_like(leaf).detach()
         run = partial(program.run, index, leaf)
         with _NoDropoutInAttention(), torch.no_grad():
-            with _ActivationWatch(weights) as forward:
+            with ActivationWatch(weights) as forward:
                 carried.forward(index, run)
-            with _ActivationWatch(weights, holds_products=True) as holding:
+            with ActivationWatch(weights, holds_products=True) as holding:
                 carried.forward(index, run)
         least_bytes = max((parameter.nbytes for parameter in parameters), default=0) // 2
         with (
             _NoDropoutInAttention(),
-            _Moved() as moved,
-            _ActivationWatch(weights, weight_bytes=least_bytes) as watch,
+            MovedWatch() as moved,
+            ActivationWatch(weights, weight_bytes=least_bytes) as watch,
         ):
             for each, parameter in zip(layer.parameters, parameters, strict=True):
                 if not parameter.requires_grad:
@@ -257,7 +233,7 @@ def _layer(
             output.backward(gradient, inputs=[leaf, *trained_of(parameters)])
     finally:
         program.release(layer)
-    row, square = _TOKENS, _TOKENS**2
+    row, square = TOKENS, TOKENS**2
     saved[row] -= output.untyped_storage().nbytes()
     passing[row] += output.untyped_storage().nbytes()
     matrices = {name_in_layer(each.name) for each in layer.parameters if len(each.shape) > 1}
@@ -296,7 +272,7 @@ def _layer(
             name_in_layer(each.name)
             for number, block in enumerate(layer.bound)
             for each in block.parameters
-            if program.spec.sample_tokens > 1 and rows_of.get((number, each.start)) == _TOKENS
+            if program.spec.sample_tokens > 1 and rows_of.get((number, each.start)) == TOKENS
         ),
     ), moved
 
@@ -317,193 +293,9 @@ class _NoDropoutInAttention(TorchFunctionMode):
         return func(*args, **keywords)
 
 
-class _Moved(OperatorMode):
-    """Counts the bytes that operators other than products read and write, by stage and by what they grow with."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stage = "forward"
-        """What runs now: `forward` or `backward`."""
-        self.bytes_of = {stage: {_TOKENS: 0, _TOKENS**2: 0} for stage in ("forward", "backward")}
-
-    def intercept(self, func: TorchOperator, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
-        result = func(*args, **kwargs)
-        read, written = tensors_in((args, kwargs)), tensors_in(result)
-        packet = getattr(func, "_overloadpacket", None)
-        if packet not in _PRODUCTS and (func._schema.is_mutable or _makes_anything(read, written)):
-            for tensor in (*(written if packet in _GATHERS else read), *written):
-                self._count(tensor)
-        return result
-
-    def _count(self, tensor: torch.Tensor) -> None:
-        """Count a tensor's elements; those that are the same memory once."""
-        elements = zip(tensor.shape, tensor.stride(), strict=True)
-        num_bytes = tensor.itemsize * math.prod(size for size, stride in elements if stride)
-        for grows_with in (_TOKENS**2, _TOKENS):
-            if num_bytes % grows_with == 0:
-                self.bytes_of[self.stage][grows_with] += num_bytes
-                return
-
-
-def _makes_anything(read: Sequence[torch.Tensor], written: Sequence[torch.Tensor]) -> bool:
-    """Whether there is a result that is no view of an argument."""
-    known = {tensor.untyped_storage()._cdata for tensor in read}
-    return any(tensor.untyped_storage()._cdata not in known for tensor in written)
-
-
-@dataclass(slots=True, kw_only=True)
-class _Part:
-    """Backward from the gradient of one parameter on, to that of the next one or to the end."""
-
-    after: str
-    """The parameter's name within the layer."""
-    peak: dict[int, int]
-    """The most bytes that are alive, by what they grow with."""
-    has_attention: bool = False
-    """Whether the backward of attention runs."""
-    gradients: tuple[str, ...] = ()
-    """Parameters whose gradients are made."""
-
-
-class _ActivationWatch(OperatorMode):
-    """Counts the bytes of storages that operators allocate and that are alive, by what they grow with."""
-
-    def __init__(self, weights: Sequence[torch.Tensor], *, weight_bytes: int = 0, holds_products: bool = False) -> None:
-        """`weights` are flat arrays. A storage of at least `weight_bytes` that does not grow with the tokens is
-        the gradient of a weight. `holds_products`: results of products never end."""
-        super().__init__()
-        self._held: list[torch.Tensor] | None = [] if holds_products else None
-        self._parts: list[_Part] = []
-        self._weights = {each.untyped_storage()._cdata: number for number, each in enumerate(weights)}
-        self._weight_bytes = weight_bytes
-        self._num_made = 0
-        """Gradients of weights that are alive."""
-        self.live = {_TOKENS: 0, _TOKENS**2: 0}
-        """By what divides their bytes: the tokens, or the square of the tokens."""
-        self.peak = dict(self.live)
-        self.making = dict(self.live)
-        """The peak while the gradient of a weight is alive."""
-        self.made_with: dict[int, tuple[int, int]] = {}
-        """Where the weight begins that each storage that is alive was made with: the number of its array, and its first
-        element there."""
-        self.rows_of: dict[tuple[int, int], int] = {}
-        """By such a place: the rows of what was made."""
-        self._events: list[tuple[int, int, int]] = []
-        """What began and what ended: a number for each storage, what its bytes grow with, and its bytes, negative at
-        its end."""
-        self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-
-    def most_that_has_ended(self) -> dict[int, int]:
-        """The most bytes that were alive at once of storages that have ended."""
-        ended = {number for number, _, num_bytes in self._events if num_bytes < 0}
-        live, most = {_TOKENS: 0, _TOKENS**2: 0}, {_TOKENS: 0, _TOKENS**2: 0}
-        for number, grows_with, num_bytes in self._events:
-            if number in ended:
-                live[grows_with] += num_bytes
-                most[grows_with] = max(most[grows_with], live[grows_with])
-        return most
-
-    def begin_part(self, name: str) -> None:
-        """Note that the gradient of the parameter with this name was made, and is gone."""
-        self._parts.append(_Part(after=name, peak=dict(self.live)))
-
-    def rests(self, least_freed: float) -> list[_Part]:
-        """The parts up to the end, each of which takes less than the one before by this share of the peak."""
-        rests: list[_Part] = []
-        for part in reversed(self._parts):
-            later = rests[-1:]
-            rest = _Part(
-                after=part.after,
-                peak={key: max(each.peak[key] for each in (part, *later)) for key in self.peak},
-                has_attention=any(each.has_attention for each in (part, *later)),
-                gradients=tuple(name for each in later for name in (each.after, *each.gradients)),
-            )
-            rests.append(rest)
-        found, live = [], self.peak[_TOKENS]
-        for rest in reversed(rests):
-            if rest.peak[_TOKENS] <= live - least_freed * self.peak[_TOKENS]:
-                found.append(rest)
-                live = rest.peak[_TOKENS]
-        return found
-
-    def intercept(self, func: TorchOperator, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
-        passed = {tensor.untyped_storage()._cdata for tensor in tensors_in((args, kwargs))}
-        result = _run(func, args, kwargs)
-        for tensor in tensors_in(result):
-            storage = tensor.untyped_storage()
-            if storage._cdata not in passed and storage._cdata not in self._known:
-                self._add(storage)
-                for each in tensors_in((args, kwargs)):
-                    number = self._weights.get(each.untyped_storage()._cdata)
-                    if number is not None and storage._cdata in self._known:
-                        place = number, int(each.storage_offset())
-                        self.made_with[storage._cdata] = place
-                        self.rows_of[place] = tensor.shape[:-1].numel()
-        if self._parts and _ATTENTION_NAME in str(func):
-            self._parts[-1].has_attention = True
-            self._note_peak(_attention_workspace_bytes(tensors_in(args)))
-        if self._held is not None and getattr(func, "_overloadpacket", None) in _PRODUCTS:
-            self._held += tensors_in(result)
-        if self._num_made:
-            self.making = {key: max(self.making[key], self.live[key]) for key in self.live}
-        return result
-
-    def _add(self, storage: torch.UntypedStorage) -> None:
-        key, num_bytes = storage._cdata, storage.nbytes()
-        grows_with = next((number for number in (_TOKENS**2, _TOKENS) if num_bytes % number == 0), None)
-        if grows_with is None:
-            if num_bytes >= self._weight_bytes:
-                self._num_made += 1
-                self._known[key] = weakref.ref(storage, lambda _: self._end_gradient(key))
-            return
-
-        number = len(self._events)
-        self._events.append((number, grows_with, num_bytes))
-
-        def end(_: object) -> None:
-            self._events.append((number, grows_with, -num_bytes))
-            del self._known[key]
-            self.made_with.pop(key, None)
-            self.live[grows_with] -= num_bytes
-
-        self._known[key] = weakref.ref(storage, end)
-        self.live[grows_with] += num_bytes
-        self._note_peak()
-
-    def _note_peak(self, workspace_bytes: int = 0) -> None:
-        """Note what is alive. `workspace_bytes`: what an operator takes besides, which grows with the tokens."""
-        for peak in (self.peak, *(part.peak for part in self._parts[-1:])):
-            for key, num_bytes in self.live.items():
-                peak[key] = max(peak[key], num_bytes + (workspace_bytes if key == _TOKENS else 0))
-
-    def _end_gradient(self, key: int) -> None:
-        del self._known[key]
-        self._num_made -= 1
-
-
-def _run(func: TorchOperator, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
-    """The operator's result. Products of groups of rows (experts) have real kernels for dtypes and sizes for which
-    their rule for fake tensors raises an error."""
-    if func is not torch.ops.aten._grouped_mm.default:
-        return func(*args, **kwargs)
-    left, right, *ends = tensors_in((args, kwargs))
-    product = (left.shape[-2], right.shape[-1])
-    if left.dim() != right.dim():  # the groups are parts of the rows, or of what is summed over
-        return left.new_empty(product)
-    return left.new_empty((len(ends[0]) if left.dim() == 2 else len(left), *product))
-
-
-def _is_made_with(name: str, rest: _Part) -> bool:
+def _is_made_with(name: str, rest: BackwardPart) -> bool:
     """Whether a matrix gets its gradient together with the bias after whose gradient the rest begins."""
     return name.removesuffix(".weight") == rest.after.removesuffix(".bias")
-
-
-def _attention_workspace_bytes(arguments: Sequence[torch.Tensor]) -> int:
-    """What the backward of attention takes on a GPU besides its results, which the CPU's kernel does not: the gradient
-    of the queries in fp32, and where heads share keys and values, their gradients for each head."""
-    _, query, key, value, *_ = arguments
-    expanded = 2 * query.nbytes if key.shape[1] < query.shape[1] or value.shape[1] < query.shape[1] else 0
-    return 4 * query.numel() + expanded
 
 
 def _forget(parameter: torch.Tensor, *, then: Callable[[], None]) -> None:

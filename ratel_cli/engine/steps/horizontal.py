@@ -24,8 +24,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -33,68 +31,19 @@ from torch import nn
 from ratel_cli.closing import Closing
 from ratel_cli.engine.cache.backward_task import running_backward
 from ratel_cli.engine.device.device import Device
-from ratel_cli.engine.measure.digest import digest
 from ratel_cli.engine.measure.telemetry import SpanLabel, Timeline
 from ratel_cli.engine.optimizer.gradients import taken_gradient
 from ratel_cli.engine.optimizer.segment_sum import SegmentSum, adding_to
 from ratel_cli.engine.reading.host_weights import HostWeights
 from ratel_cli.engine.reading.program import BoundModel
-from ratel_cli.engine.steps.build import Following
+from ratel_cli.engine.steps.block_calls import BlockCall, Computed, EndedStep, Look, StepRule, first_changed, look_at
+from ratel_cli.engine.steps.following import Following
 from ratel_cli.engine.steps.read_ahead import ReadAhead
 from ratel_cli.engine.steps.weights import SegmentWeights
 from ratel_cli.errors import BadInput
 from ratel_cli.model.values.away import AwayGradient, hooks_of
 from ratel_cli.schedule.segments import Segment
 from ratel_cli.schedule.uses import Stage, Use
-
-
-class StepRule(Protocol):
-    """What the caller's optimizer decides."""
-
-    def begin_step(self) -> float:
-        """The learning rate of a step whose backward begins now."""
-
-    @property
-    def num_rounds(self) -> int:
-        """Rounds of forward and backward in a step."""
-
-
-_Look = tuple[tuple[int, int], torch.Tensor | None]
-"""What is seen of a parameter: where it is and how often it was written to, as torch counts that, and a digest of its
-values."""
-
-
-class Computed(NamedTuple):
-    """What a block has computed once more, with a graph."""
-
-    outputs: Sequence[torch.Tensor]
-    """Outputs that have a gradient."""
-    gradients: Sequence[torch.Tensor]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EndedStep:
-    """What a step did."""
-
-    grad_norm: float
-    """Global 2-norm of all gradients, before clipping. Not finite: the step was not applied."""
-    first_not_finite: str | None
-    """The first parameter whose gradient is not finite."""
-    norms: Mapping[str, float | torch.Tensor]
-    """Norm of the gradient of each parameter that has one."""
-
-
-class BlockCall:
-    """A call of a block whose backward may come. When nothing refers to it any more, it will not."""
-
-    def __init__(self, segment: Segment, epoch: int) -> None:
-        self.segment = segment
-        self.epoch = epoch
-        """Which weights it has computed with."""
-        self.waits = True
-        """Whether its backward has still to come."""
-        self.is_made_in_backward = running_backward() is not None
-        """Whether a backward computes it again, as a checkpoint around it does."""
 
 
 class HorizontalEngine(Closing):
@@ -136,7 +85,7 @@ class HorizontalEngine(Closing):
         self._bound_outside: tuple[nn.Parameter, ...] = ()
         """All parameters outside of the blocks."""
         self._is_open = self._is_closed = self._has_warned = self._is_behind_backward = False
-        self._looks: list[_Look] = []
+        self._looks: list[Look] = []
         """What was seen of the parameters outside of the blocks after the last update."""
         self._looked_at: set[int] = set()
         """Segments that have computed without changing a value of their weights."""
@@ -210,9 +159,9 @@ class HorizontalEngine(Closing):
                 self._device.computing(SpanLabel.of(stage, segment, stage)),
             ):
                 at_values = segment.index not in self._looked_at
-                before = _look(weights.parameters, at_values=at_values)
+                before = look_at(weights.parameters, at_values=at_values)
                 yield weights
-                changed = _first_changed(before, _look(weights.parameters, at_values=at_values))
+                changed = first_changed(before, look_at(weights.parameters, at_values=at_values))
                 if changed is not None:
                     raise BadInput(
                         f"{segment.name} has changed its own weights, and its training state is elsewhere",
@@ -413,12 +362,12 @@ class HorizontalEngine(Closing):
         if self._device.is_host:  # the caller may write to this memory, and must not write to the drives
             for block in outside.trained:
                 self._updates.wait_written(block)
-        self._looks = _look(self._bound_outside, at_values=True)
+        self._looks = look_at(self._bound_outside, at_values=True)
 
     def check_outside(self, *, at_values: bool = True) -> None:
         """Raise BadInput if somebody has written to what is outside of the blocks: the update would undo it.
         `at_values`: also by `data`, NumPy or a storage, where torch counts no writes."""
-        changed = _first_changed(self._looks, _look(self._bound_outside, at_values=at_values))
+        changed = first_changed(self._looks, look_at(self._bound_outside, at_values=at_values))
         if changed is not None:
             names = [each.name for block in self._segments[0].bound for each in block.parameters]
             raise BadInput(
@@ -467,22 +416,6 @@ class HorizontalEngine(Closing):
         except BaseException:
             self.drop()
             raise
-
-
-def _look(parameters: Sequence[nn.Parameter], *, at_values: bool) -> list[_Look]:
-    """What changes when parameters do. Without `at_values`: when torch knows that they do."""
-    return [((each.data_ptr(), each._version), digest(each) if at_values else None) for each in parameters]
-
-
-def _first_changed(before: Sequence[_Look], after: Sequence[_Look]) -> int | None:
-    """The number of the first parameter that has changed between two looks, as far as both have looked."""
-    pairs = zip(before, after, strict=False)  # none are left of a block whose weights are gone
-    changed = (
-        number
-        for number, ((known, values), (known_then, values_then)) in enumerate(pairs)
-        if known != known_then or not (values is None or values_then is None or torch.equal(values, values_then))
-    )
-    return next(changed, None)
 
 
 def _found_gradient(parameter: nn.Parameter) -> torch.Tensor | None:

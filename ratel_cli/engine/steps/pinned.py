@@ -19,7 +19,7 @@ from itertools import chain, groupby
 from operator import attrgetter
 from typing import NamedTuple
 
-from ratel_cli.engine.cache.activations import WINDOW_PURPOSE, purpose_of_units
+from ratel_cli.engine.cache.units import WINDOW_PURPOSE, purpose_of_units
 from ratel_cli.io.buffers import PinnedBuffers
 from ratel_cli.model.values.spec import ModelSpec
 from ratel_cli.planning.profile.placement import SPILL_WINDOW_UNITS, Overlap, Placement

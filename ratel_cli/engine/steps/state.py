@@ -49,6 +49,20 @@ class StepOutcome:
     """Means over the micro-batches whose rows are compared, by name (`sizes.FIGURES`)."""
 
 
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """What decides the random draws of one step."""
+
+    seed: int
+    step: int
+    first_micro_batch: int
+    """The number of the first micro-batch among those of all ranks."""
+
+    def seed_of(self, block: int, micro_batch: int) -> int:
+        """The seed for the draws of one block on one micro-batch."""
+        return draw_seed(self.seed, step=self.step, block=block, micro_batch=self.first_micro_batch + micro_batch)
+
+
 class StepState(Generic[AnyBatch]):
     """What the phases of one step hand to each other."""
 
@@ -58,9 +72,7 @@ class StepState(Generic[AnyBatch]):
         *,
         tokens: Sequence[torch.Tensor],
         num_targets: int,
-        seed: int,
-        step: int,
-        first_micro_batch: int,
+        draws: Draws,
         loss_scale: float,
         recording: StepRecording | None,
         rows: EmbeddingRows | None,
@@ -69,7 +81,7 @@ class StepState(Generic[AnyBatch]):
         device: torch.device,
     ) -> None:
         """`tokens`: those that each micro-batch looks up, `[batch, tokens]`, in host memory. `num_targets`: of all
-        ranks. `first_micro_batch`: the number of the first one among those of all ranks."""
+        ranks."""
         self.batches = [batch.to(device) for batch in batches]
         self.rows = rows
         """What is used of the embedding's matrix to look up tokens; None: all of it."""
@@ -87,9 +99,7 @@ class StepState(Generic[AnyBatch]):
         """The gradients of blocks that several segments bind."""
         self._tokens = tokens
         self._substitutes = substitutes
-        self._seed = seed
-        self._step = step
-        self._first_micro_batch = first_micro_batch
+        self._draws = draws
         self._device = device
 
     @cached_property
@@ -101,7 +111,7 @@ class StepState(Generic[AnyBatch]):
 
     def seed_draws(self, block: int, micro_batch: int) -> None:
         """Seed the generators of the CPU and of the compute device for the draws of one block on one micro-batch."""
-        seed = draw_seed(self._seed, step=self._step, block=block, micro_batch=self._first_micro_batch + micro_batch)
+        seed = self._draws.seed_of(block, micro_batch)
         # torch.manual_seed takes a millisecond: it notes the call, with its traceback, for each kind of idle device.
         torch.default_generator.manual_seed(seed)
         if self._device.type != "cpu":

@@ -27,24 +27,22 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Generic, TypeAlias
 
 import torch
 
 from ratel_cli.closing import Closing
-from ratel_cli.engine.cache.activations import ActivationOffloader, Unit
+from ratel_cli.engine.cache.activations import ActivationOffloader
+from ratel_cli.engine.cache.units import Unit
 from ratel_cli.engine.device.device import Device
 from ratel_cli.engine.measure.telemetry import SpanLabel
-from ratel_cli.engine.optimizer.gradient_sums import GradientSums
 from ratel_cli.engine.optimizer.gradients import gradient_of_input
 from ratel_cli.engine.optimizer.host_sums import SumThread
 from ratel_cli.engine.optimizer.lookup_sum import LookupSum
 from ratel_cli.engine.optimizer.partial_sums import PartialSums
 from ratel_cli.engine.optimizer.segment_sum import SegmentSum, adding_to
-from ratel_cli.engine.optimizer.update import Updates
-from ratel_cli.engine.ranks.exchange import GradientExchange
 from ratel_cli.engine.ranks.ranks import Ranks
 from ratel_cli.engine.reading.embedding_rows import EmbeddingRows
 from ratel_cli.engine.reading.program import AnyBatch, Program, tokens_looked_up
@@ -59,8 +57,9 @@ from ratel_cli.engine.replay.loss import (
 from ratel_cli.engine.replay.recording import StepRecording
 from ratel_cli.engine.replay.repeating import AnyRecorder, Template, Unrepeated, repeater_of, template_of
 from ratel_cli.engine.replay.tape import Recorder, Replayer, Tape
-from ratel_cli.engine.steps.state import StepOutcome, StepState
-from ratel_cli.engine.steps.weights import SegmentWeights, WeightReader
+from ratel_cli.engine.steps.following import EngineSettings, Following
+from ratel_cli.engine.steps.state import Draws, StepOutcome, StepState
+from ratel_cli.engine.steps.weights import SegmentWeights
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.model.values.carried import Carried, LayerCall, LayerOutput, Roots, signature_of
 from ratel_cli.planning.profile.activations import tokens_per_chunk
@@ -78,40 +77,34 @@ class StepEngine(Closing, Generic[AnyBatch]):
         self,
         program: Program[AnyBatch],
         pool: BufferPool,
-        reader: WeightReader,
-        updates: Updates,
-        exchange: GradientExchange,
+        following: Following,
         activations: ActivationOffloader,
-        gradient_sums: GradientSums,
         sums: SumThread,
+        settings: EngineSettings,
         *,
-        swapped: Mapping[int, frozenset[str]],
-        seed: int,
         device: Device,
-        most_rows: int | None,
-        chunk_tokens: int | None,
-        spare_bytes: int,
         ranks: Ranks,
         check_stop: Callable[[], None],
     ) -> None:
-        """`swapped`: by block, the keys of the operators whose outputs are offloaded. `most_rows`: a GPU gets rows
-        instead of the embedding's matrix, if a step has no more tokens than this. Others as in
-        engine/steps/build.py."""
+        """`following`: the parts that follow these settings. `check_stop` is called between blocks; what it raises
+        abandons the step."""
+        placement = settings.placement
         self._program = program
         self._pool = pool
-        self._reader = reader
-        self._updates = updates
-        self._exchange = exchange
+        self._reader = following.reader
+        self._updates = following.updates
+        self._exchange = following.exchange
         self._ranks = ranks
         self._activations = activations
-        self._swapped = swapped
-        self._seed = seed
+        self._swapped = placement.swapped
+        self._seed = settings.seed
         self._device = device
-        self._most_rows = most_rows
-        self._gradient_sums = gradient_sums
+        self._most_rows = None if device.is_host else placement.gpu_embedding_rows
+        """A GPU gets rows instead of the embedding's matrix, if a step has no more tokens than this."""
+        self._gradient_sums = following.gradient_sums
         self._sums = sums
-        self._chunk_tokens = chunk_tokens or tokens_per_chunk(program.spec.vocab_size)
-        self._spare_bytes = spare_bytes
+        self._chunk_tokens = settings.chunk_tokens or tokens_per_chunk(program.spec.vocab_size)
+        self._spare_bytes = settings.spare_bytes
         self._check_stop = check_stop
         self._templates: dict[int, tuple[object, Template | None]] = {}
         """By layer: the signature of its last recorded unit's arguments, and what others like it repeat, if they do."""
@@ -149,9 +142,7 @@ class StepEngine(Closing, Generic[AnyBatch]):
             batches,
             tokens=tokens,
             num_targets=num_targets,
-            seed=self._seed,
-            step=step,
-            first_micro_batch=first_micro_batch,
+            draws=Draws(self._seed, step, first_micro_batch),
             loss_scale=loss_scale,
             recording=recording,
             rows=self._rows_of(tokens),

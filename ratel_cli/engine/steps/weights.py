@@ -29,7 +29,7 @@ uses alone, never on timing.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, groupby, islice, pairwise, takewhile
@@ -47,7 +47,7 @@ from ratel_cli.engine.reading.host_weights import HostWeights, ResidentWeights
 from ratel_cli.engine.reading.program import BoundModel
 from ratel_cli.io.buffers import BufferPool, Lease
 from ratel_cli.io.views import VALUE_DTYPES, view
-from ratel_cli.planning.profile.placement import AccessMode, bytes_ahead
+from ratel_cli.planning.profile.placement import Placement, bytes_ahead
 from ratel_cli.schedule.blocks import BlockSpec, ParameterSpec
 from ratel_cli.schedule.lifetimes import upload_lifetimes, weight_lifetimes
 from ratel_cli.schedule.segments import Segment
@@ -123,28 +123,24 @@ class WeightReader:
         updates: Updates,
         resident: ResidentWeights,
         *,
-        prefetch_blocks: int,
-        gpu_weights: frozenset[int],
-        gpu_window_bytes: int,
-        read_in_place: Mapping[str, AccessMode],
+        placement: Placement,
         gathers: WeightGathers,
         device: Device,
         timeline: Timeline,
     ) -> None:
-        """`prefetch_blocks`: number of segments read ahead of the one that computes. `gpu_weights`: indices of the
-        layers whose weights stay in GPU memory from forward to backward. `gpu_window_bytes`: GPU memory for the next
-        segment while one computes. `read_in_place`: as in `Placement`."""
+        """`placement`: which segments are read ahead, and what stays on the GPU, goes there ahead, or is read in
+        place."""
         self._program = program
         self._store = store
         self._pool = pool
         self._updates = updates
         self._resident = resident
         self._gathers = gathers
-        self._prefetch_blocks = prefetch_blocks
+        self._prefetch_blocks = placement.prefetch_blocks
         layers = frozenset(layer.index for layer in program.spec.layers)
-        self._gpu_weights = frozenset() if device.is_host else gpu_weights & layers
-        self._gpu_window_bytes = gpu_window_bytes
-        self._modes = {} if device.is_host else read_in_place
+        self._gpu_weights = frozenset() if device.is_host else placement.gpu_weights & layers
+        self._gpu_window_bytes = placement.gpu_window_bytes
+        self._modes = {} if device.is_host else placement.read_in_place
         self._device = device
         self._timeline = timeline
         self._uses: deque[_Use] = deque()

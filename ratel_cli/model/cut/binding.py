@@ -6,7 +6,7 @@ import math
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -235,20 +235,26 @@ def laid_out(
     """The blocks as values. `gradient_dtype`: in which gradients leave the device, of blocks in the model's `dtype`;
     None: in each block's own. `looked_up`: the matrix in whose rows tokens are looked up."""
     return tuple(
-        lay_out_block(
-            index=index,
-            segment=each.segment,
-            name=each.name,
-            parameters=[(placed.name, placed.shape, placed.decay and each.rate != ENDS) for placed in each.parameters],
-            dtype=each.dtype,
-            gradient_dtype=gradient_dtype if each.dtype == dtype else None,
-            rule=each.rule,
-            borrowers=each.borrowers,
-            is_looked_up=looked_up is not None and looked_up in each.parameters,
+        replace(
+            lay_out_block(
+                index=index,
+                segment=each.segment,
+                name=each.name,
+                parameters=[
+                    (placed.name, placed.shape, placed.decay and each.rate != ENDS) for placed in each.parameters
+                ],
+                dtype=each.dtype,
+                gradient_dtype=gradient_dtype if each.dtype == dtype else None,
+                rule=each.rule,
+                borrowers=each.borrowers,
+                is_looked_up=looked_up is not None and looked_up in each.parameters,
+                quantised={
+                    placed.name: placed.quantised_shape
+                    for placed in each.parameters
+                    if placed.quantised_shape is not None
+                },
+            ),
             rate=each.rate,
-            quantised={
-                placed.name: placed.quantised_shape for placed in each.parameters if placed.quantised_shape is not None
-            },
         )
         for index, each in enumerate(cut)
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
@@ -55,8 +55,12 @@ def find_blocks(
     own dtype. `rates`: which parameters have a learning rate of their own. `rules`: how what is trained is updated.
     The skeleton is changed: its parameters become unbound ones.
     """
-    if task == "seq2seq":
-        return _find_two_stacks(skeleton, name, gradient_dtype, rates, rules)
+    found = _find_two_stacks(skeleton) if task == "seq2seq" else _find_one_stack(skeleton, task)
+    return found.model(name, task, gradient_dtype, rates, rules)
+
+
+def _find_one_stack(skeleton: PreTrainedModel, task: Task) -> _Found:
+    """Find the blocks of a model with one stack of layers. Raises BadInput as `find_blocks`."""
     classifies = task == "classification"
     embedding, head = _input_and_output(skeleton, has_output=not classifies)
     owner, layers = find_stack(skeleton)
@@ -80,24 +84,19 @@ def find_blocks(
         layer_runner.takes_positions = counts_positions_from_zero(layer_runner, used, vocab_size=first.shape[0])
     if not classifies:
         reject_other_text(layer_runner, used, vocab_size=first.shape[0], has_other_parts=bool(unused))
-    found = [
-        ("embedding", before),
-        *((f"layer {index}", parameters) for index, parameters in enumerate(inside)),
-        ("head", [*after, *(before[:1] if tied else []), *(each for each in before[1:] if each.name in usage.after)]),
-    ]
     # Tables are there where no parameters give positions.
     has_tables = sum(len(each.shape) > 1 for each in before) == 1
-    return _assembled(
-        skeleton,
-        layer_runner,
-        found,
-        embedded,
-        used,
-        name=name,
-        gradient_dtype=gradient_dtype,
-        rates=rates,
-        rules=rules,
-        task=task,
+    lent = [each for each in before[1:] if each.name in usage.after]
+    return _Found(
+        skeleton=skeleton,
+        runner=layer_runner,
+        segments=[
+            ("embedding", before),
+            *((f"layer {index}", parameters) for index, parameters in enumerate(inside)),
+            ("head", [*after, *(before[:1] if tied else []), *lent]),
+        ],
+        embedded=embedded,
+        used=used,
         lookup=lookup,
         masks_separate=layer_runner.takes_positions and separates_samples(embedded.calls),
         has_other_parts=bool(unused),
@@ -108,13 +107,7 @@ def find_blocks(
     )
 
 
-def _find_two_stacks(
-    skeleton: PreTrainedModel,
-    name: str,
-    gradient_dtype: DtypeName | None,
-    rates: RateGroups,
-    rules: RuleChoice,
-) -> DecoderModel:
+def _find_two_stacks(skeleton: PreTrainedModel) -> _Found:
     """Find the blocks of an encoder-decoder: both stacks, with what is behind the encoder's layers between them. Raises
     BadInput as `find_blocks`."""
     embedding, head = _input_and_output(skeleton, has_output=True)
@@ -147,26 +140,20 @@ def _find_two_stacks(
     reject_what_passes_all_layers(runner.decoder, used, vocab_size=first.shape[0])
     reject_other_pairs(runner, used, vocab_size=first.shape[0])
     number = len(encoder[1])
-    found = [
-        ("embedding", parts[0]),
-        *((f"encoder layer {index}", parameters) for index, parameters in enumerate(inside[:number])),
-        ("end of the encoder", parts[1]),
-        *((f"decoder layer {index}", parameters) for index, parameters in enumerate(inside[number:])),
-        ("head", [*parts[2], *(parts[0][:1] if tied else [])]),
-    ]
     with torch.no_grad():
         embedded = runner.embed({"input_ids": torch.zeros((1, SAMPLE_TOKENS), dtype=torch.long)})
-    return _assembled(
-        skeleton,
-        runner,
-        found,
-        embedded,
-        used,
-        name=name,
-        gradient_dtype=gradient_dtype,
-        rates=rates,
-        rules=rules,
-        task="seq2seq",
+    return _Found(
+        skeleton=skeleton,
+        runner=runner,
+        segments=[
+            ("embedding", parts[0]),
+            *((f"encoder layer {index}", parameters) for index, parameters in enumerate(inside[:number])),
+            ("end of the encoder", parts[1]),
+            *((f"decoder layer {index}", parameters) for index, parameters in enumerate(inside[number:])),
+            ("head", [*parts[2], *(parts[0][:1] if tied else [])]),
+        ],
+        embedded=embedded,
+        used=used,
         lookup=no_lookup,
         has_other_parts=bool(unused),
         batch_bytes=2 * TOKEN_BYTES,
@@ -174,66 +161,69 @@ def _find_two_stacks(
     )
 
 
-def _assembled(
-    skeleton: PreTrainedModel,
-    runner: AnyRunner,
-    found: Sequence[tuple[str, list[PlacedParameter]]],
-    embedded: Embedded,
-    used: Sequence[PlacedParameter],
-    *,
-    name: str,
-    gradient_dtype: DtypeName | None,
-    rates: RateGroups,
-    rules: RuleChoice,
-    task: Task,
-    lookup: RowLookup,
-    has_other_parts: bool,
-    batch_bytes: int,
-    looks_up_rows: bool,
-    masks_separate: bool = False,
-    loss_bytes: int = 0,
-    substitutes: tuple[int, ...] = (),
-) -> DecoderModel:
-    """The model of these segments, each with its parameters; the embedding's matrix is the first one. `embedded`: what
-    is before the layers, for `SAMPLE_TOKENS` tokens. `used`: the parameters outside the layers."""
-    first, dtype = found[0][1][0], NAMES_OF_DTYPES[cast(torch.dtype, skeleton.config.dtype)]
-    cut, hidden_size = cut_into_blocks(found, dtype, rates, rules), embedded.hidden.numel() // SAMPLE_TOKENS
-    carried = carried_bytes(
-        runner,
-        embedded,
-        used,
-        [parameters for _, parameters in found[1:-1]],
-        inputs=ordinary_row(skeleton, first.shape[0]),
-        num_tokens=ROW_TOKENS,
-        num_probed=SAMPLE_TOKENS,
-        value_bytes=VALUE_BYTES[dtype],
-    )
-    waiting = 0 if embedded.second is None else hidden_size * VALUE_BYTES[dtype]
-    spec = ModelSpec(
-        name=name,
-        architecture=type(skeleton).__name__,
-        blocks=laid_out(cut, dtype=dtype, gradient_dtype=gradient_dtype, looked_up=first),
-        segment_names=tuple(segment for segment, _ in found),
-        dtype=dtype,
-        hidden_size=hidden_size,
-        vocab_size=first.shape[0],
-        carried_bytes=carried + waiting,
-        batch_bytes=batch_bytes,
-        loss_bytes=loss_bytes,
-        looks_up_rows=looks_up_rows,
-        substitutes=substitutes,
-    )
-    return DecoderModel(
-        skeleton=skeleton,
-        layer_runner=runner,
-        spec=spec,
-        traits=_layer_traits(skeleton.config, runner.layers),
-        task=task,
-        masks_separate=masks_separate,
-        parameters=[each.parameters for each in cut],
-        has_other_parts=has_other_parts,
-        lookup=lookup,
-    )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Found:
+    """The blocks of a skeleton, and what was seen while they were sought."""
+
+    skeleton: PreTrainedModel
+    runner: AnyRunner
+    segments: Sequence[tuple[str, list[PlacedParameter]]]
+    """Each with its parameters. The embedding's matrix is the first one."""
+    embedded: Embedded
+    """What is before the layers, for `SAMPLE_TOKENS` tokens."""
+    used: Sequence[PlacedParameter]
+    """The parameters outside the layers."""
+    lookup: RowLookup
+    has_other_parts: bool
+    batch_bytes: int
+    looks_up_rows: bool
+    masks_separate: bool = False
+    loss_bytes: int = 0
+    substitutes: tuple[int, ...] = ()
+
+    def model(
+        self, name: str, task: Task, gradient_dtype: DtypeName | None, rates: RateGroups, rules: RuleChoice
+    ) -> DecoderModel:
+        """The model of these segments. The arguments are those of `find_blocks`."""
+        skeleton, embedded, first = self.skeleton, self.embedded, self.segments[0][1][0]
+        dtype = NAMES_OF_DTYPES[cast(torch.dtype, skeleton.config.dtype)]
+        cut, hidden_size = cut_into_blocks(self.segments, dtype, rates, rules), embedded.hidden.numel() // SAMPLE_TOKENS
+        carried = carried_bytes(
+            self.runner,
+            embedded,
+            self.used,
+            [parameters for _, parameters in self.segments[1:-1]],
+            inputs=ordinary_row(skeleton, first.shape[0]),
+            num_tokens=ROW_TOKENS,
+            num_probed=SAMPLE_TOKENS,
+            value_bytes=VALUE_BYTES[dtype],
+        )
+        waiting = 0 if embedded.second is None else hidden_size * VALUE_BYTES[dtype]
+        spec = ModelSpec(
+            name=name,
+            architecture=type(skeleton).__name__,
+            blocks=laid_out(cut, dtype=dtype, gradient_dtype=gradient_dtype, looked_up=first),
+            segment_names=tuple(segment for segment, _ in self.segments),
+            dtype=dtype,
+            hidden_size=hidden_size,
+            vocab_size=first.shape[0],
+            carried_bytes=carried + waiting,
+            batch_bytes=self.batch_bytes,
+            loss_bytes=self.loss_bytes,
+            looks_up_rows=self.looks_up_rows,
+            substitutes=self.substitutes,
+        )
+        return DecoderModel(
+            skeleton=skeleton,
+            layer_runner=self.runner,
+            spec=spec,
+            traits=_layer_traits(skeleton.config, self.runner.layers),
+            task=task,
+            masks_separate=self.masks_separate,
+            parameters=[each.parameters for each in cut],
+            has_other_parts=self.has_other_parts,
+            lookup=self.lookup,
+        )
 
 
 def _stack_in(skeleton: PreTrainedModel, owner: nn.Module) -> tuple[nn.Module, tuple[nn.Module, ...]]:

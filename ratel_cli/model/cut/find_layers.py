@@ -9,7 +9,7 @@ Invariant: a parameter that no code uses is frozen, as autograd has no gradient 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import ceil
 
@@ -22,7 +22,7 @@ from ratel_cli.model.cut.binding import PlacedParameter, cut_into_blocks, laid_o
 from ratel_cli.model.cut.cut_model import placeholder
 from ratel_cli.model.cut.hooked import check_parameters, find_module_blocks, main_dtype
 from ratel_cli.model.cut.layer_runner import LayerRunner
-from ratel_cli.model.cut.probe import probe_module
+from ratel_cli.model.cut.probe import ModuleUsage, probe_module
 from ratel_cli.model.cut.stack import SampleLoss, StackModel
 from ratel_cli.model.cut.trials import carried_bytes
 from ratel_cli.model.values.away import hooks_of
@@ -84,19 +84,7 @@ def find_layers(
             "; such a module cannot be streamed",
             "hook it: ratel.hook",
         )
-    segments: list[list[PlacedParameter]] = [[] for _ in range(len(layers) + 2)]
-    for each in placed:
-        is_before, is_after, own = each.name in usage.before, each.name in usage.after, layers_of[each.name]
-        users = [*([0] if is_before else []), *(index + 1 for index in own), *([len(layers) + 1] if is_after else [])]
-        found = each
-        if not users:
-            users, found = [len(layers) + 1], replace(each, is_trained=False)
-        elif not (is_before or is_after):
-            meta = torch.empty(each.shape, dtype=each.unbound.dtype, device="meta")
-            found = replace(each, unbound=nn.Parameter(meta, requires_grad=False))
-            found.unbind()
-        for user in users:
-            segments[user].append(found)
+    segments = _segments(placed, layers_of, usage, num_layers=len(layers))
     dtype, embedded = main_dtype(placed), usage.embedded
     names, value_bytes = ["first", *layers, "last"], VALUE_BYTES[dtype]
     cut = cut_into_blocks(list(zip(names, segments, strict=True)), dtype, rules=rules)
@@ -131,6 +119,26 @@ def find_layers(
         looks_up_rows=False,
     )
     return StackModel(module, runner, spec, [each.parameters for each in cut], example, traits, loss)
+
+
+def _segments(
+    placed: Sequence[PlacedParameter], layers_of: Mapping[str, Sequence[int]], usage: ModuleUsage, *, num_layers: int
+) -> list[list[PlacedParameter]]:
+    """The parameters of each segment that uses them. `layers_of`: the layers that have a parameter, by its name."""
+    segments: list[list[PlacedParameter]] = [[] for _ in range(num_layers + 2)]
+    for each in placed:
+        is_before, is_after, own = each.name in usage.before, each.name in usage.after, layers_of[each.name]
+        users = [*([0] if is_before else []), *(index + 1 for index in own), *([num_layers + 1] if is_after else [])]
+        found = each
+        if not users:
+            users, found = [num_layers + 1], replace(each, is_trained=False)
+        elif not (is_before or is_after):
+            meta = torch.empty(each.shape, dtype=each.unbound.dtype, device="meta")
+            found = replace(each, unbound=nn.Parameter(meta, requires_grad=False))
+            found.unbind()
+        for user in users:
+            segments[user].append(found)
+    return segments
 
 
 def _num_bytes(tensors: Iterable[torch.Tensor]) -> int:

@@ -8,7 +8,7 @@ store is only read.
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
+from dataclasses import dataclass
 
 import torch
 
@@ -20,7 +20,7 @@ from ratel_cli.model.export.export_layout import ConvertedContent, ExportLayout,
 from ratel_cli.model.export.merged_weights import MergedWeights
 from ratel_cli.model.export.publishing import renamed_notice
 from ratel_cli.model.export.sidecars import Sidecars
-from ratel_cli.model.export.staging import Staging, require_space
+from ratel_cli.model.export.staging import Destination, Staging, require_space
 from ratel_cli.model.files.import_weights import WEIGHT_GROUP_ELEMENTS
 from ratel_cli.model.files.marker import check_output
 from ratel_cli.model.files.shards import ShardWriter
@@ -37,44 +37,57 @@ _WRITTEN_BYTES = 2 * MIB
 _OTHER_BASE = "merge with PEFT into the base model in bfloat16: from_pretrained(..., dtype=torch.bfloat16)"
 
 
+@dataclass(frozen=True, slots=True)
+class ExportFiles:
+    """The files of an export, but for its card."""
+
+    layout: ExportLayout
+    """What the files of weights hold."""
+    sidecars: Sidecars
+    """The files beside them."""
+
+    @property
+    def num_bytes(self) -> int:
+        """The space that an export takes. An earlier one stays until all of it is written, so its space does not
+        count."""
+        return self.layout.num_bytes + self.sidecars.copied_bytes + _WRITTEN_BYTES
+
+    def names(self, *, has_card: bool = True) -> list[str]:
+        """The names of all files that an export may have."""
+        return [*self.layout.file_names, *self.sidecars.names, *([CARD_NAME, PICTURE_NAME] if has_card else [])]
+
+
 def export_model(
     spec: ModelSpec,
     generation: Readable,
     pool: BufferPool,
+    files: ExportFiles,
+    destination: Destination,
     *,
-    sidecars: Sidecars,
-    output_dir: Path,
-    run: str,
     dtype: DtypeName,
-    layout: ExportLayout,
     card: Card | None,
-    overwrite: bool = False,
-    option: str = "output_dir",
     merged: Callable[[StoredWeights], MergedWeights] | None = None,
     group_elements: int = WEIGHT_GROUP_ELEMENTS,
     progress: Callable[[], None] = lambda: None,
 ) -> list[str]:
-    """Replace the model in `output_dir` by the weights of `generation`. Other files there stay.
+    """Replace the model in a directory by the weights of `generation`. Other files there stay.
 
     Returns a sentence about each file of the user's that got another name, because with it the directory would load
     other weights: only with `overwrite`.
 
-    `run` is the output directory of the run that the weights come from; the marker of `output_dir` names it. A file
-    that Ratel did not write is replaced only with `overwrite`. `option` is what named `output_dir`, for messages.
-
-    `layout` is what the files of weights hold; `sidecars` are the files beside them. The weights are read in `dtype`.
-    `merged`: what reads them instead, where an adapter is merged into its base.
-    `card` is the content of the model card; None: the export has none. `progress` is called before each group.
+    The weights are read in `dtype`. `merged`: what reads them instead, where an adapter is merged into its base. `card`
+    is the content of the model card; None: the export has none. `progress` is called before each group.
 
     Raises BadInput if a sidecar cannot be used, or if a file of the user's would be replaced; EnvironmentFailure if the
     files cannot be written, IntegrityFailure if a record is damaged, Diverged if a trained weight is not finite in
-    float16. After any exception before the last phase, and whatever `progress` raises, `output_dir` is unchanged; see
+    float16. After any exception before the last phase, and whatever `progress` raises, the directory is unchanged; see
     `staging` for the last phase.
     """
-    check_output(output_dir, overwrite=overwrite, option=option)
-    require_space(output_dir, export_bytes(layout, sidecars), option=option)
-    with Staging(output_dir, run=run, overwrite=overwrite, option=option) as staging:
-        staging.reject_files_of_others(export_names(layout, sidecars, has_card=card is not None))
+    layout, sidecars = files.layout, files.sidecars
+    check_output(destination.directory, overwrite=destination.overwrite, option=destination.option)
+    require_space(destination.directory, files.num_bytes, option=destination.option)
+    with Staging(destination) as staging:
+        staging.reject_files_of_others(files.names(has_card=card is not None))
         with StoredWeights(spec, generation, pool, dtype, group_elements=group_elements, progress=progress) as stored:
             weights = stored if merged is None else merged(stored)
             for shard in layout.shards:
@@ -90,16 +103,6 @@ def export_model(
             staging.write_bytes(PICTURE_NAME, card.picture)
         renamed = [*staging.renamed, *staging.publish(step=generation.progress.step)]
     return [renamed_notice(path, spare) for path, spare in renamed]
-
-
-def export_bytes(layout: ExportLayout, sidecars: Sidecars) -> int:
-    """The space that an export takes. An earlier one stays until all of it is written, so its space does not count."""
-    return layout.num_bytes + sidecars.copied_bytes + _WRITTEN_BYTES
-
-
-def export_names(layout: ExportLayout, sidecars: Sidecars, *, has_card: bool = True) -> list[str]:
-    """The names of all files that an export may have."""
-    return [*layout.file_names, *sidecars.names, *([CARD_NAME, PICTURE_NAME] if has_card else [])]
 
 
 def _write_shard(staging: Staging, shard: Shard, contents: ContentReader, *, hint: str) -> None:

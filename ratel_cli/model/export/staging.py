@@ -14,7 +14,7 @@ import os
 import shutil
 import stat
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ratel_cli.closing import Closing
@@ -50,23 +50,34 @@ def require_space(output_dir: Path, num_bytes: int, *, option: str) -> None:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Destination:
+    """Where an export goes."""
+
+    directory: Path
+    run: str
+    """The output directory of the run that the weights come from; the marker of `directory` names it."""
+    option: str = "output_dir"
+    """What named `directory`, for messages."""
+    overwrite: bool = False
+    """A file that Ratel did not write may be replaced."""
+
+
 class Staging(Closing):
     """A temporary directory whose files move to `output_dir` together.
 
     Every method but `close` raises EnvironmentFailure if something cannot be written, IntegrityFailure on an I/O error.
     """
 
-    def __init__(self, output_dir: Path, *, run: str, overwrite: bool = False, option: str = "output_dir") -> None:
-        """Create the directory, and `output_dir` if it is missing.
+    def __init__(self, destination: Destination) -> None:
+        """Create the directory, and that of `destination` if it is missing.
 
-        `run` is the output directory of the model's run, `option` what named `output_dir`. Raises BadInput if
-        `output_dir` is a file, or if it holds files, Ratel did not make it and `overwrite` is not set.
+        Raises BadInput if that is a file, or if it holds files, Ratel did not make it and `overwrite` is not set.
         """
-        check_output(output_dir, overwrite=overwrite, option=option)
-        self.output_dir = output_dir
+        check_output(destination.directory, overwrite=destination.overwrite, option=destination.option)
+        output_dir = self.output_dir = destination.directory
         self.path = output_dir / STAGING_NAME
-        self._overwrite = overwrite
-        self._option = option
+        self._destination = destination
         self._digests: dict[str, str] = {}
         self._made = [folder for folder in (output_dir, *output_dir.parents) if not folder.exists()]
         """Folders that did not exist, the innermost first."""
@@ -77,13 +88,12 @@ class Staging(Closing):
             raise write_failure(output_dir, error) from error
         marker = read_marker(output_dir)
         self._has_new_marker = marker is None
-        self._marker = marker or Marker(run=run, is_run=False)
-        self._run = run
+        self._marker = marker or Marker(run=destination.run, is_run=False)
         try:
             output_dir.mkdir(parents=True, exist_ok=True)
             if marker is None:
                 if os.path.lexists(self.path):
-                    raise BadInput(f"{self._option}: {self.path} is in the way", "move it away")
+                    raise BadInput(f"{self._destination.option}: {self.path} is in the way", "move it away")
                 write_marker(output_dir, self._marker)
             self._remove()
             self.path.mkdir()
@@ -107,9 +117,9 @@ class Staging(Closing):
 
     def reject_files_of_others(self, names: Sequence[str]) -> None:
         """Raise BadInput if publishing files with these names would replace a file of the user's."""
-        if not self._overwrite:
-            reject_files_of_others(self.output_dir, names, option=self._option, misleading=ENTRY_NAMES)
-        reject_folders(self.output_dir, names, option=self._option)
+        if not self._destination.overwrite:
+            reject_files_of_others(self.output_dir, names, option=self._destination.option, misleading=ENTRY_NAMES)
+        reject_folders(self.output_dir, names, option=self._destination.option)
 
     def write_text(self, name: str, text: str) -> None:
         """Write a small file and sync it to the drive."""
@@ -162,7 +172,9 @@ class Staging(Closing):
                 sync_path(folder)
             self._made, self._has_new_marker = [], False
             replaced = (*earlier, *users)
-            published = replace(marker, run=self._run, step=step, files=new, replaced=replaced, is_publishing=True)
+            published = replace(
+                marker, run=self._destination.run, step=step, files=new, replaced=replaced, is_publishing=True
+            )
             write_marker(output, published)
             return finish_publishing(output)
         except OSError as error:

@@ -36,7 +36,8 @@ from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.model.values.spec import ModelSpec
 from ratel_cli.planning.profile.activations import NOTHING_OFFLOADED
 from ratel_cli.planning.profile.placement import GroupShape, Placement
-from ratel_cli.planning.search.problem import Evaluation, Problem, SpilledPrefix
+from ratel_cli.planning.search.evaluation import Evaluation, SpilledPrefix
+from ratel_cli.planning.search.problem import Problem
 from ratel_cli.planning.time.traffic import Traffic
 from ratel_cli.planning.time.wear import BYTES_FIRST, NO_CHOICE, TIME_ALONE, Cost, Objective, balanced
 from ratel_cli.schedule.slices import GATHERED_AHEAD

@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Final
 
-from ratel_cli.planning.search.problem import Evaluation, Problem
+from ratel_cli.planning.search.evaluation import Evaluation
+from ratel_cli.planning.search.problem import Problem
 from ratel_cli.planning.time.wear import TIME_PER_WEAR, WearPolicy
 
 _TIME_PER_WEAR: Final[dict[WearPolicy, float]] = {"save": inf, "balanced": TIME_PER_WEAR, "ignore": 0.0}

@@ -15,8 +15,9 @@ from ratel_cli.planning.profile.placement import Placement, Workload, gradient_b
 from ratel_cli.planning.search.choose import Choice, curve, weigh
 from ratel_cli.planning.search.clipping import SpeculationCosts, speculation_costs
 from ratel_cli.planning.search.decisions import Decisions
+from ratel_cli.planning.search.evaluation import Evaluation
 from ratel_cli.planning.search.prediction import Case, Prediction, SwappedOperator
-from ratel_cli.planning.search.problem import Evaluation, Problem
+from ratel_cli.planning.search.problem import Problem
 from ratel_cli.planning.search.swap import SwapOrder, SwapPrefix
 from ratel_cli.planning.time.traffic import store_bytes
 from ratel_cli.planning.time.wear import WearTrade

@@ -3,8 +3,7 @@
 `planning.choose` searches; everything that it compares comes from here. "Swapping a prefix" means to offload the first
 outputs of the problem's order (planning/search/swap.py).
 
-Invariant: an `Evaluation` fits into the limit of host memory, and all its parts belong to its placement. That it fits
-into the GPU is for the caller to check (`fits_device`).
+Invariant: what is computed here depends on the problem and the placement alone, whatever was asked before.
 """
 
 from __future__ import annotations
@@ -37,8 +36,9 @@ from ratel_cli.planning.profile.placement import (
     most_rows,
 )
 from ratel_cli.planning.search.decisions import Decisions
+from ratel_cli.planning.search.evaluation import Evaluation, SpilledPrefix
 from ratel_cli.planning.search.swap import SwapOrder, SwapPrefix
-from ratel_cli.planning.time.costs import ComputeSeconds, compute_seconds, overlapped_step
+from ratel_cli.planning.time.costs import ComputeSeconds, StepCosts, compute_seconds
 from ratel_cli.planning.time.link import exposed_units
 from ratel_cli.planning.time.network import NetworkTraffic, RankPart, computed_by_rank, network_traffic
 from ratel_cli.planning.time.step_time import StepTime
@@ -48,28 +48,6 @@ from ratel_cli.store.layout import WHOLE, RankSlice
 _LEAST_ROW_BYTES = 512
 """Smallest row that is read in place. An H200 reads rows of 4 KiB at 50 GB/s where it copies at 55; short ones were not
 measured."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluation:
-    """A placement that fits, and everything that follows from it."""
-
-    placement: Placement
-    swap: SwapPrefix
-    offloaded: OffloadedActivations
-    memory: HostMemory
-    spilled_segments: int
-    """Held gradients of this many segments, the first in forward order, lie on NVMe."""
-    traffic: Traffic
-    time: StepTime
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SpilledPrefix:
-    """A swapped prefix in a given amount of host memory: which units go to NVMe, and what that takes."""
-
-    spilled_units: int
-    offloaded: OffloadedActivations
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -395,14 +373,20 @@ class Problem:
         self, placement: Placement, traffic: Traffic, swap: SwapPrefix, offloaded: OffloadedActivations
     ) -> StepTime:
         saved = swap.seconds if self.compute.is_measured else swap.flops / self.hardware.gpu.flops_per_second
-        return overlapped_step(
-            self.computed,
+        return self.costs.time(
             placement,
             traffic,
-            self.hardware,
-            compute=self.compute,
-            offloaded=self.moved(offloaded),
+            self.moved(offloaded),
             not_recomputed_seconds=self.workload.full_micro_batches * saved,
+        )
+
+    @cached_property
+    def costs(self) -> StepCosts:
+        """What decides the time of a step, whatever its placement is."""
+        return StepCosts(
+            spec=self.computed,
+            hardware=self.hardware,
+            compute=self.compute,
             num_micro_batches=self.workload.mean.num_micro_batches,
             lookup_rows_bytes=self.lookup_rows_bytes,
             num_head_chunks=num_head_chunks(self.computed, self.workload.mean),

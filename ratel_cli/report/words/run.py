@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from ratel_cli.hardware.load import OtherLoad
@@ -18,6 +19,7 @@ from ratel_cli.report.words.plan import RESOURCE_NAMES, percent, share_words, st
 from ratel_cli.report.words.status import epoch_words
 from ratel_cli.schedule.rules import ADAMW
 from ratel_cli.training.best import BestSoFar
+from ratel_cli.training.facts import RunFacts
 from ratel_cli.training.metrics import STEP_FIGURES, Figure, RunTotals, StepMetrics
 from ratel_cli.units import (
     counted,
@@ -37,40 +39,45 @@ LEAST_SHARE = 0.01
 """Stalls below this share of a step are not printed."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreDrives:
+    """Where the state of a run will be."""
+
+    engine: str
+    paths: Sequence[Path]
+    taken_bytes: int = 0
+    """The size of an earlier store of this run, whose space counts as available."""
+    endurance_tb: float | None = None
+    """What the drives are rated for; None if that is not known."""
+
+
 def opening(
     spec: ModelSpec,
     plan: Plan,
     hardware: HardwareProfile,
+    facts: RunFacts,
+    drives: StoreDrives,
     *,
     dtype: str,
-    samples: int,
-    data_tokens: int,
     loss_share: float | None = None,
-    num_steps: int,
-    first_step: int,
-    engine: str,
-    paths: Sequence[Path],
-    output_dir: Path,
-    taken_bytes: int = 0,
     split: str,
-    endurance_tb: float | None = None,
+    output_dir: Path,
 ) -> list[tuple[str, str]]:
     """Rows about what will be trained, where its state will be, and what that will cost.
 
-    `loss_share` is the share of the tokens that carry loss; None if it is not known. `taken_bytes` is the size of an
-    earlier store of this run, whose space counts as available. `split`: the step's micro-batches in
-    words. `endurance_tb` is what the drives are rated for; None if that is not known.
+    `loss_share` is the share of the tokens that carry loss; None if it is not known. `split`: the step's micro-batches
+    in words.
     """
-    gpu = hardware.gpu
+    gpu, num_steps, first_step = hardware.gpu, facts.num_steps, facts.first_step
     return [
         ("model", _model(spec, dtype)),
-        ("data", _data(samples, data_tokens, loss_share)),
+        ("data", _data(facts.num_samples, facts.num_tokens, loss_share)),
         ("step", f"{split}; {_steps(num_steps, first_step)}"),
         ("compute", f"{gpu.name}, {format_flops(gpu.flops_per_second)}/s; one block at a time"),
         *_gpu_memory(plan, hardware),
         ("memory", _memory(plan)),
-        ("NVMe", _nvme(plan, hardware, engine=engine, paths=paths, taken_bytes=taken_bytes)),
-        ("predicted", _prediction(plan, num_steps, first_step, endurance_tb=endurance_tb)),
+        ("NVMe", _nvme(plan, hardware, drives)),
+        ("predicted", _prediction(plan, num_steps, first_step, endurance_tb=drives.endurance_tb)),
         *wear_rows(plan),
         ("output", str(output_dir)),
     ]
@@ -368,16 +375,16 @@ def _resident(plan: Plan) -> list[str]:
     return [f"{', '.join(parts)} resident"] if parts else []
 
 
-def _nvme(plan: Plan, hardware: HardwareProfile, *, engine: str, paths: Sequence[Path], taken_bytes: int) -> str:
+def _nvme(plan: Plan, hardware: HardwareProfile, drives: StoreDrives) -> str:
     nvme = hardware.nvme
-    available_bytes = nvme.free_bytes + taken_bytes
+    available_bytes = nvme.free_bytes + drives.taken_bytes
     shortfall_bytes = plan.nvme_bytes - available_bytes
     need, available = format_bytes(plan.nvme_bytes), format_bytes(available_bytes)
     space = f"{need} of {available}"
     if shortfall_bytes > 0:
         space = f"needs {need}, {available} available (short by {format_bytes(shortfall_bytes)}, see storage.paths)"
     rates = f"{format_rate(nvme.read_bytes_per_second)} read, {format_rate(nvme.write_bytes_per_second)} written"
-    return f"{space} in {', '.join(map(str, paths))}; {engine}, {rates}"
+    return f"{space} in {', '.join(map(str, drives.paths))}; {drives.engine}, {rates}"
 
 
 def _prediction(plan: Plan, num_steps: int, first_step: int, *, endurance_tb: float | None) -> str:

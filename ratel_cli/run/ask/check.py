@@ -138,7 +138,7 @@ def _find_lacks(config: RunConfig, found: Sequence[RatelError]) -> None:
         return  # it came to all of it
     if config.base_model is None:
         return
-    from ratel_cli.model.export.export_weights import export_bytes
+    from ratel_cli.model.export.export_weights import ExportFiles
     from ratel_cli.run.ask.machine_check import check_machine
     from ratel_cli.run.inputs.inputs import read_model
 
@@ -149,7 +149,7 @@ def _find_lacks(config: RunConfig, found: Sequence[RatelError]) -> None:
             return
         base = model.base
         layout = base.layout(config) if model.weights is None else model.weights[1]
-        size = export_bytes(layout, base.sidecars(config))
+        size = ExportFiles(layout, base.sidecars(config)).num_bytes
         check = partial(
             check_machine, config, base.model, model.device, errors, export_bytes=size, with_memory=not does_not_fit
         )

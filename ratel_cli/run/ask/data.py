@@ -24,6 +24,7 @@ from ratel_cli.data.files.file_names import REJECTS_NAME
 from ratel_cli.data.files.lines import Reject
 from ratel_cli.data.samples.summary import DataReport, ShownSample
 from ratel_cli.data.samples.token_cache import TokenCache
+from ratel_cli.data.sources.load_tokens import TokenFiles
 from ratel_cli.data.sources.statistics import first_samples, statistics_of
 from ratel_cli.data.text.rows import Compares
 from ratel_cli.data.text.tokenizer import NoTokenizer, Tokenizer
@@ -58,10 +59,12 @@ def inspect_data(config: RunConfig, log: RunLog, *, num_samples: int, num_reject
                 base,
                 tokenizer,
                 packing=packing,
-                cache_dir=directory / TOKENS_NAME,
-                rejects_path=directory / REJECTS_NAME,
-                rejects_shown_by=SHOWS_REJECTS,
-                shared=resources.enter_context(shared_tokens(log, copies=False)),
+                files=TokenFiles(
+                    cache_dir=directory / TOKENS_NAME,
+                    rejects_path=directory / REJECTS_NAME,
+                    rejects_shown_by=SHOWS_REJECTS,
+                    shared=resources.enter_context(shared_tokens(log, copies=False)),
+                ),
                 log=log,
             )
         except BadInput as error:

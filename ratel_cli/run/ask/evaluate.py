@@ -20,6 +20,7 @@ from ratel_cli.config.keys.schema import RunConfig
 from ratel_cli.console import RunLog
 from ratel_cli.data.batches.dataset import TrainingData
 from ratel_cli.data.samples.packing import MicroBatch
+from ratel_cli.data.sources.load_tokens import TokenFiles
 from ratel_cli.engine.measure.telemetry import Timeline
 from ratel_cli.engine.replay.loss import NOTHING_EVALUATED
 from ratel_cli.engine.steps.build import open_device
@@ -99,10 +100,12 @@ def _read_rows(context: RunContext, base: LanguageBase, *, rejects_shown_by: str
         base,
         tokenizer,
         packing=config.sample_packing and base.model.packs,
-        cache_dir=Path(directory),
-        rejects_path=None,
-        rejects_shown_by=rejects_shown_by,
-        shared=context.resources.enter_context(shared_tokens(log, copies=False)),
+        files=TokenFiles(
+            cache_dir=Path(directory),
+            rejects_path=None,
+            rejects_shown_by=rejects_shown_by,
+            shared=context.resources.enter_context(shared_tokens(log, copies=False)),
+        ),
         log=log,
     )
 

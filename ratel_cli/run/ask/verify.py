@@ -108,7 +108,7 @@ def verify_directory(directory: Path, log: RunLog) -> list[Check]:
 
 def _verify_adapter(directory: Path, log: RunLog) -> list[Check]:
     """Check a directory with an adapter, which is loaded onto the base model that it names."""
-    from ratel_cli.model.export.adapters import load_adapted, named_base  # with PEFT, which others do not need
+    from ratel_cli.model.export.adapter_files import load_adapted, named_base  # with PEFT, which others do not need
 
     name, revision = named_base(directory)
     base = resolve_base_model(name, revision=revision)

@@ -1,6 +1,7 @@
 """A language model that is frozen, with an adapter that is trained: what differs from a language model alone.
 
-`model/export/adapters.py` imports PEFT, and this file does, and so only where a config asks for an adapter.
+`model/export/adapters.py` and `adapter_files.py` import PEFT, and this file does, and so only where a config asks for
+an adapter.
 """
 
 from __future__ import annotations
@@ -21,24 +22,27 @@ from ratel_cli.errors import BadInput
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.views import VALUE_DTYPES
 from ratel_cli.model.cut.find_blocks import find_blocks
-from ratel_cli.model.export.adapters import (
+from ratel_cli.model.export.adapter_files import (
     AdaptedSource,
-    TrainedRows,
-    adapted_matrices,
     adapter_config_text,
     adapter_layout,
+    load_adapted,
+    read_adapter,
+)
+from ratel_cli.model.export.adapters import (
+    TrainedRows,
+    adapted_matrices,
     base_spec,
     drawn_adapter,
     inject,
     is_of_adapter,
-    load_adapted,
     magnitudes_of,
-    read_adapter,
     trained_rows,
 )
 from ratel_cli.model.export.card import Card
 from ratel_cli.model.export.checkpoint import CheckpointSource, install_buffers
 from ratel_cli.model.export.export_layout import ExportLayout
+from ratel_cli.model.export.export_weights import ExportFiles
 from ratel_cli.model.export.merged_weights import MergedWeights
 from ratel_cli.model.export.sidecars import AdapterSidecars, BaseSidecars
 from ratel_cli.model.files.directory import ADAPTER_WEIGHTS_NAME, has_weights
@@ -147,11 +151,10 @@ class AdaptedBase(LanguageBase):
                 generation,
                 pool,
                 output_dir,
-                layout=source.layout(None),
+                ExportFiles(source.layout(None), super().sidecars(config)),
                 card=card,
                 overwrite=overwrite,
                 option="-o",
-                sidecars=super().sidecars(config),
                 merged=partial(self.merged, source=source, plain=plain.model.skeleton, into=into),
                 progress=progress,
             )

@@ -25,10 +25,11 @@ from ratel_cli.json_fields import hash_of
 from ratel_cli.model.cut.cut_model import AnyModel
 from ratel_cli.model.export.card import Card, plain_card
 from ratel_cli.model.export.export_layout import ExportLayout
-from ratel_cli.model.export.export_weights import export_model
+from ratel_cli.model.export.export_weights import ExportFiles, export_model
 from ratel_cli.model.export.merged_weights import MergedWeights
 from ratel_cli.model.export.reload import loaded_bytes
 from ratel_cli.model.export.sidecars import Sidecars
+from ratel_cli.model.export.staging import Destination
 from ratel_cli.model.files.directory import WEIGHTS_NAME
 from ratel_cli.model.files.import_weights import WeightSource
 from ratel_cli.model.files.stored_weights import StoredWeights
@@ -104,29 +105,24 @@ class Base(ABC):
         generation: Readable,
         pool: BufferPool,
         output_dir: Path,
+        files: ExportFiles,
         *,
-        layout: ExportLayout,
         card: Card | None = None,
         overwrite: bool,
         option: str,
-        sidecars: Sidecars | None = None,
         merged: Callable[[StoredWeights], MergedWeights] | None = None,
         progress: Callable[[], None] = lambda: None,
     ) -> list[str]:
-        """Replace the model in `output_dir`, which `option` has named, by the weights of a generation. `sidecars`:
-        in place of the run's own; `merged` as in `export_model`. Returns notices. Raises as `export_model`."""
+        """Replace the model in `output_dir`, which `option` has named, by the weights of a generation. `merged`: as
+        in `export_model`. Returns notices. Raises as `export_model`."""
         return export_model(
             self.model.spec,
             generation,
             pool,
-            sidecars=sidecars or self.sidecars(config),
-            output_dir=output_dir,
-            run=own_output(config),
+            files,
+            Destination(directory=output_dir, run=own_output(config), option=option, overwrite=overwrite),
             dtype=config.dtype,
-            layout=layout,
             card=card or plain_card(self.model.spec),
-            overwrite=overwrite,
-            option=option,
             merged=merged,
             progress=progress,
         )

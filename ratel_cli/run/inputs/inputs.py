@@ -32,7 +32,7 @@ from ratel_cli.model.cut.decoder import DecoderModel
 from ratel_cli.model.cut.losses import token_loss
 from ratel_cli.model.cut.preferences import PreferenceLoss
 from ratel_cli.model.export.export_layout import ExportLayout
-from ratel_cli.model.export.export_weights import export_names
+from ratel_cli.model.export.export_weights import ExportFiles
 from ratel_cli.model.files.directory import INDEX_NAME, WEIGHTS_NAME
 from ratel_cli.model.files.import_weights import WeightSource
 from ratel_cli.model.files.marker import reject_files_of_others, reject_folders
@@ -155,7 +155,7 @@ def read_model(
     errors.attempt(("output_dir",), lambda: reject_overlap(config.output_dir, base.directory))
     weights = errors.attempt(("base_model",), lambda: base.open_weights(config, resources))
     if weights is not None:
-        names = export_names(weights[1], base.sidecars(config))
+        names = ExportFiles(weights[1], base.sidecars(config)).names()
         errors.attempt(("output_dir",), lambda: _check_names(config, names, overwrite=overwrite))
     base.check(config, weights, errors, log)
     of_all = config if num_ranks == 1 else config.of_ranks(num_ranks)

@@ -8,14 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 
 from transformers import PretrainedConfig
 
 from ratel_cli.config.keys.schema import DatasetConfig, RunConfig
 from ratel_cli.console import RunLog
-from ratel_cli.data.batches.dataset import DataSettings, TrainingData, load_training_data
+from ratel_cli.data.batches.dataset import DataSettings, TrainingData
+from ratel_cli.data.batches.load_data import load_training_data
 from ratel_cli.data.files.file_names import REJECTS_NAME
+from ratel_cli.data.sources.encode import Encoding
+from ratel_cli.data.sources.load_tokens import TokenFiles
 from ratel_cli.data.sources.row_check import check_rows
 from ratel_cli.data.text.rows import DatasetSource, open_source
 from ratel_cli.data.text.shared_tokens import SharedTokens
@@ -79,10 +81,12 @@ def _read_texts(
             tokenizer,
             packing=packing and base.model.packs,
             row_multiple=base.model.row_multiple,
-            cache_dir=directory / TOKENS_NAME,
-            rejects_path=directory / REJECTS_NAME if rejects else None,
-            rejects_shown_by=None if rejects else SHOWS_REJECTS,
-            shared=resources.enter_context(shared_tokens(log, copies=not dry_run)),
+            files=TokenFiles(
+                cache_dir=directory / TOKENS_NAME,
+                rejects_path=directory / REJECTS_NAME if rejects else None,
+                rejects_shown_by=None if rejects else SHOWS_REJECTS,
+                shared=resources.enter_context(shared_tokens(log, copies=not dry_run)),
+            ),
             log=log,
         )
     finally:
@@ -115,17 +119,11 @@ def load_data(
     *,
     packing: bool,
     row_multiple: int = 1,
-    cache_dir: Path,
-    rejects_path: Path | None,
-    rejects_shown_by: str | None,
-    shared: SharedTokens,
+    files: TokenFiles,
     log: RunLog,
 ) -> TrainingData:
-    """The config's data for a model, tokenised and packed. Raises BadInput, EnvironmentFailure.
-
-    `log` shows how far reading is. `rejects_path` gets the rejected rows. `rejects_shown_by`: what shows them to the
-    user, if it is not this file.
-    """
+    """The config's data for a model, tokenised and packed. `log` shows how far reading is. Raises BadInput,
+    EnvironmentFailure."""
     size, number = config.split or config.split_by(1).known_split
     return load_training_data(
         sources_of(config, config.datasets, base.labels),
@@ -142,18 +140,17 @@ def load_data(
             compares=config.compares,
             trains_prompts=config.rl == "orpo",
         ),
-        tokenizer=tokenizer,
-        num_embeddings=base.model.spec.vocab_size,
-        train_on_inputs=config.train_on_inputs if config.rl is None else False,
-        excess_length_strategy=config.excess_length_strategy,
-        cache_dir=cache_dir,
-        rejects_path=rejects_path,
-        rejects_shown_by=rejects_shown_by,
+        Encoding(
+            tokenizer=tokenizer,
+            num_embeddings=base.model.spec.vocab_size,
+            train_on_inputs=config.train_on_inputs if config.rl is None else False,
+            excess_length_strategy=config.excess_length_strategy,
+            stop_ids=read_stop_ids(config, base.directory, base.config, tokenizer),
+        ),
+        files,
         notice=log.notice,
-        shared=shared,
         open_bar=bars_of(log),
         row_multiple=row_multiple,
-        stop_ids=read_stop_ids(config, base.directory, base.config, tokenizer),
         test_sources=sources_of(config, config.test_datasets, base.labels),
         stream_steps=config.max_steps if config.streaming else None,
     )

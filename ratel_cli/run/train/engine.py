@@ -15,7 +15,8 @@ from ratel_cli.engine.device.device import Device
 from ratel_cli.engine.measure.telemetry import Timeline
 from ratel_cli.engine.optimizer.settings import OptimizerSettings
 from ratel_cli.engine.optimizer.update import UpdateSettings
-from ratel_cli.engine.steps.build import EngineParts, EngineSettings, open_device
+from ratel_cli.engine.steps.build import EngineParts, open_device
+from ratel_cli.engine.steps.following import EngineSettings
 from ratel_cli.engine.steps.pinned import block_buffers, other_bytes, unit_buffers
 from ratel_cli.engine.steps.step import StepEngine
 from ratel_cli.hardware.gpu import is_limited

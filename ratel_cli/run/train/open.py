@@ -16,6 +16,7 @@ from ratel_cli.engine.ranks.commits import newest_common
 from ratel_cli.errors import BadInput
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.model.export.card import Card
+from ratel_cli.model.export.export_weights import ExportFiles
 from ratel_cli.model.values.spec import ModelSpec
 from ratel_cli.run.context import RunContext
 from ratel_cli.run.files.output import check_export_output, has_own_store, no_store, reject_overlap
@@ -190,7 +191,8 @@ def write_export(run: OpenedRun, generation: Readable, output: Path, *, overwrit
     """
     with ExitStack() as resources:
         _, layout = run.base.open_weights(run.context.config, resources)
-        export = partial(run.base.export, layout=layout, card=_card(run, generation), option="-o")
+        files = ExportFiles(layout, run.base.sidecars(run.context.config))
+        export = partial(run.base.export, files=files, card=_card(run, generation), option="-o")
         return _write(run, generation, output, export, overwrite=overwrite)
 
 

@@ -34,7 +34,7 @@ from ratel_cli.store.lock import DATA_FILE_NAME
 from ratel_cli.store.open import stored_rank_slice
 from ratel_cli.store.run_record import read_record
 from ratel_cli.store.store import Store, StoreIdentity
-from ratel_cli.training.snapshots import Snapshots
+from ratel_cli.training.snapshots import AllRanks, Snapshots
 from ratel_cli.units import counted, format_rate
 
 _NONE = -1
@@ -140,8 +140,7 @@ def start_snapshots(
             notice=log.notice,
             warn=log.warn,
             after_copy=lambda step: log.say(snapshot_line(step)),
-            of_all=partial(_of_all, ranks),
-            meet=ranks.wait_for_all,
+            ranks=AllRanks(of_all=partial(_of_all, ranks), meet=ranks.wait_for_all),
         )
     )
 

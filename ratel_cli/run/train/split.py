@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from ratel_cli.config.keys.schema import RunConfig
 from ratel_cli.console import RunLog
 from ratel_cli.errors import DoesNotFit
 from ratel_cli.hardware.spec import HardwareProfile
@@ -22,14 +23,29 @@ from ratel_cli.planning.search.split import LEAST_GAIN, SplitRate, best_split
 from ratel_cli.run.context import RunContext
 from ratel_cli.run.inputs.inputs import Inputs
 from ratel_cli.run.train.planner import Planner, estimated_profile, make_planner
+from ratel_cli.run.train.ranks import with_shape_of_first
 from ratel_cli.units import counted
 
 
-def shaped_by_plan(context: RunContext, inputs: Inputs, hardware: HardwareProfile) -> tuple[RunContext, Inputs]:
+def shaped_by_plan(
+    context: RunContext, inputs: Inputs, hardware: HardwareProfile, written: RunConfig
+) -> tuple[RunContext, Inputs]:
     """Return both with the split, and the chunks of the head, that the plan chooses where the config names none.
 
-    Of splits that do not fit, the one that comes closest; chunks in the same way.
+    Of splits that do not fit, the one that comes closest; chunks in the same way. Of several ranks, all have what the
+    first one chooses where `written` leaves it to the plan.
     """
+    config, ranks = context.config, context.ranks
+    if config.split is None or config.is_chunk_planned:
+        config, inputs = _chosen(context, inputs, hardware)
+    if ranks.size > 1:
+        config = with_shape_of_first(ranks, config, written)
+        inputs = replace(inputs, data=inputs.data.split_by(config.known_split[0]))
+    return replace(context, config=config), inputs
+
+
+def _chosen(context: RunContext, inputs: Inputs, hardware: HardwareProfile) -> tuple[RunConfig, Inputs]:
+    """The config with what this rank's plan chooses, and the inputs in this split."""
     config = context.config
     unsplit = replace(context, config=config if config.split else config.split_by(1))
     planner = make_planner(unsplit, inputs.model.spec, hardware)
@@ -41,7 +57,7 @@ def shaped_by_plan(context: RunContext, inputs: Inputs, hardware: HardwareProfil
         inputs = replace(inputs, data=inputs.data.split_by(best.workload.micro_batch_size))
     if config.is_chunk_planned:
         config = config.chunked_by(_best_chunk(planner, profile))
-    return replace(context, config=config), inputs
+    return config, inputs
 
 
 def plan_split(planner: Planner, profile: ModelProfile, *, is_new: bool) -> Plan:

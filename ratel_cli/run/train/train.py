@@ -50,7 +50,8 @@ from ratel_cli.run.train.trackers import Trackers
 from ratel_cli.store.store import Store
 from ratel_cli.training.best import BestSoFar
 from ratel_cli.training.history import check_best_is_known, read_history, read_recent
-from ratel_cli.training.loop import LoopCallbacks, LoopSettings, TrainingLoop
+from ratel_cli.training.loop import TrainingLoop
+from ratel_cli.training.loop_settings import LoopCallbacks, LoopSettings
 from ratel_cli.training.metrics import RunTotals, StepMetrics, StepWarnings
 from ratel_cli.training.metrics_log import MetricsLog
 from ratel_cli.training.snapshots import Snapshots
@@ -309,7 +310,6 @@ class Training(Closing):
             store=self._store,
             queue=self._context.queue,
             data=self._inputs.data,
-            schedule=learning_rates(self._config, self._inputs.num_steps, rounds_up=self._inputs.rounds_up),
             settings=self._loop_settings(plan),
             timeline=self._timeline,
             callbacks=LoopCallbacks(
@@ -355,6 +355,7 @@ class Training(Closing):
         return LoopSettings(
             num_steps=self._inputs.num_steps,
             micro_batches_per_step=config.known_split[1],
+            schedule=learning_rates(config, self._inputs.num_steps, rounds_up=self._inputs.rounds_up),
             deterministic=config.deterministic,
             scale_loss=config.dtype == "float16",
             eval_steps=config.eval_interval(self._inputs.num_steps),
