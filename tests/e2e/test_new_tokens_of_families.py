@@ -16,7 +16,7 @@ import torch
 from _pytest.mark import ParameterSet
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from scripts.families import Refused, finetune, recipe_of, save_base, train_plain, training_rows
 from tests.e2e.runs import metrics, output_of, ratel
@@ -44,10 +44,14 @@ def cases() -> list[ParameterSet]:
     ]
 
 
-def add_tokenizer(base: Path, num_tokens: int) -> None:
-    """Give a model without a tokenizer one that has a token for each row of its embedding."""
+def add_tokenizer(base: Path, num_tokens: int) -> tuple[list[int], int]:
+    """Give a model without a tokenizer one that has a token for each row of its embedding. Returns the ids of the new
+    tokens, and how many ids there are then: the classes of some families have tokens of their own."""
     backend = Tokenizer(models.WordLevel({f"word{number}": number for number in range(num_tokens)}, "word0"))
     PreTrainedTokenizerFast(tokenizer_object=backend).save_pretrained(base)
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer.add_tokens(TOKENS)
+    return tokenizer.convert_tokens_to_ids(TOKENS), len(tokenizer)
 
 
 @pytest.mark.filterwarnings("ignore")  # of transformers about tiny models, and of PEFT about names that it corrects
@@ -62,9 +66,9 @@ def test_it_is_what_transformers_and_peft_train(tmp_path: Path, family: str, *, 
         for name, each in model.named_modules()
         if each in (model.get_input_embeddings(), model.get_output_embeddings())
     ]
-    add_tokenizer(base, first)
+    new, num_rows = add_tokenizer(base, first)
     rows = [
-        [first + at % 2 if (at + number) % 5 == 0 else each for at, each in enumerate(row)]
+        [new[at % 2] if (at + number) % 5 == 0 else each for at, each in enumerate(row)]
         for number, row in enumerate(training_rows())
     ]
     recipe = recipe_of(base, "float32")
@@ -73,7 +77,7 @@ def test_it_is_what_transformers_and_peft_train(tmp_path: Path, family: str, *, 
             finetune(base, tmp_path / "run", recipe, rows, tokens=TOKENS)
         return
     torch.manual_seed(42)
-    model.resize_token_embeddings(first + 2)
+    model.resize_token_embeddings(num_rows)
     model.save_pretrained(tmp_path / "grown")
 
     keys: dict[str, object] = {"adapter": "lora", "lora_r": 2} if adapts else {}
@@ -84,7 +88,7 @@ def test_it_is_what_transformers_and_peft_train(tmp_path: Path, family: str, *, 
     finetune(base, tmp_path / "run", recipe, rows, tokens=TOKENS, **keys)
     config = tmp_path / "run" / "run.yaml"
     if adapts:
-        trained = {name: [first, first + 1] for name in (names[:1] if is_tied else names)}
+        trained = {name: list(range(first, num_rows)) for name in (names[:1] if is_tied else names)}
         words = {"r": 2, "lora_alpha": 2, "target_modules": "all-linear", "trainable_token_indices": trained}
         recipe = replace(recipe, lora=tuple(words.items()))
     wanted = train_plain(tmp_path / "grown", recipe, rows=rows)

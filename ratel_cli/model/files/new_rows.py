@@ -79,7 +79,7 @@ class NewRows:
             torch.manual_seed(self.seed)
             self.make_room(model, as_mean=self.init == "mean")
             state = {name: each for name, each in model.state_dict().items() if not each.is_meta}
-            drawn = {name: each[first:].clone() for name, each in state.items() if len(each) == self.num_rows}
+            drawn = {name: each[first:].clone() for name, each in state.items() if each.shape[:1] == (self.num_rows,)}
             if self.init == "noisy_mean":
                 self._add_noise(drawn, state)
         return drawn
