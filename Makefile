@@ -15,7 +15,9 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(OPTIONS)
 GPU := tests/gpu tests/simulated_gpu
 FULL := -m "full and not nightly"
-DAY := -m "not nightly"
+# What `make test` runs: the short tier, or with TIERS=day the full one with it; the workers find the tests once.
+TIERS ?= short
+CHOSEN = $(if $(filter day,$(TIERS)),-m "not nightly" $(BOX))
 NIGHT ?= $(shell git rev-list --count HEAD)
 # What a check has not begun of the full tier at UNTIL, in seconds since 1970, it leaves out: other files for each
 # number of commits.
@@ -26,7 +28,7 @@ NIGHTLY := -m "nightly or hypothesis" --hypothesis-profile nightly
 # Python keeps what it compiled, whatever the environment says: workers and the processes they start share it.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo test hostile check day full nightly night lint types stress bench clean
+.PHONY: help demo test hostile check full nightly night lint types stress bench clean
 
 help:  ## Say what there is
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 8
@@ -37,18 +39,15 @@ demo: $(READY)  ## Fine-tune a small model with all its state on disk, and let i
 	$(BIN)/python scripts/complete.py "$(QUESTION)" demo/base demo/output
 
 test: $(READY)  ## Run the short tier of the tests: every module, what takes about a second (about ten minutes)
-	RATEL_SIMULATED_GPU=1 $(PYTEST) --slowest=build/slowest/$@-gpu.txt $(GPU)
-	$(PYTEST) --slowest=build/slowest/$@.txt $(GPU:%=--ignore=%)
+	RATEL_SIMULATED_GPU=1 $(PYTEST) $(CHOSEN) --slowest=build/slowest/$@-gpu.txt $(GPU)
+	$(PYTEST) $(CHOSEN) --slowest=build/slowest/$@.txt $(GPU:%=--ignore=%)
 
 hostile: $(READY)  ## Run `make test` for a caller without variables, on a dumb terminal, in another time zone, in any order
 	umask 077 && env -i PATH="$(PATH)" TERM=dumb COLUMNS=20 LC_ALL=C TZ=Asia/Kathmandu \
 		$(MAKE) test WORKERS="$(WORKERS)" OPTIONS="--random-order --random-order-seed=$(SEED)"
 
-check: lint types day  ## Check all that must hold for a change: lint, types, short and full tier (half an hour)
-
-day: $(READY)  ## Run the short and the full tier together: workers find the tests once
-	RATEL_SIMULATED_GPU=1 $(PYTEST) $(DAY) $(BOX) --slowest=build/slowest/$@-gpu.txt $(GPU)
-	$(PYTEST) $(DAY) $(BOX) --slowest=build/slowest/$@.txt $(GPU:%=--ignore=%)
+check: TIERS := day
+check: lint types test  ## Check all that must hold for a change: lint, types, short and full tier (half an hour)
 
 full: $(READY)  ## Run what the full tier of the tests has beyond the short one
 	RATEL_SIMULATED_GPU=1 $(PYTEST) $(FULL) $(BOX) --slowest=build/slowest/$@-gpu.txt $(GPU)
