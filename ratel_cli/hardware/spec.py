@@ -120,7 +120,8 @@ class HardwareProfile:
     def to_json(self) -> dict[str, object]:
         """The content of a hardware file."""
         content = asdict(self)
-        content["nvme"]["weights"] = content["nvme"].pop("shares")  # the key that files have
+        names = {"shares": "weights"}  # as files have it
+        content["nvme"] = {names.get(key, key): value for key, value in content["nvme"].items()}
         return {"format_version": FORMAT_VERSION, **content}
 
 
