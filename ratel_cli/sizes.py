@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Final, Literal, get_args
 
 DtypeName = Literal["bfloat16", "float32", "float16"]
-"""Names of compute dtypes, as torch and the config spell them."""
+"""Names of the dtypes that a model computes in, and that its weights have in stores and exports, as torch and the
+config spell them. A dtype of products alone would be something else."""
 DTYPE_NAMES: Final[dict[str, DtypeName]] = {name: name for name in get_args(DtypeName)}
 WeightDtype = Literal["bfloat16", "float32", "float16", "uint8"]
 """Names of the dtypes of weights as they are stored and bound: compute dtypes, and bytes that hold quantised ones."""

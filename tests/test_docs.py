@@ -280,6 +280,29 @@ def test_a_fragment_is_found() -> None:
     assert [*filter(FRAGMENT.match, docstrings(source))] == ["Of the head.", "So for the norm.", "That"]
 
 
+def test_modules_that_docstrings_name_are_there() -> None:
+    """Either as paths or with dots, within the package."""
+    parts = "|".join(
+        path.name for path in (ROOT / "ratel_cli").iterdir() if path.is_dir() and path.name != "__pycache__"
+    )
+    named = re.compile(rf"(?<![\w./-])((?:{parts})(?:/[a-z_\d]+)+\.py|(?:{parts})(?:\.[a-z_]+)+)(?![\w(])")
+    other = re.compile(r"\.(json|safetensors|yaml|html|md|layers)$")  # files of users, and names of modules
+    missing = {
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in sorted((ROOT / "ratel_cli").rglob("*.py"))
+        for text in docstrings(path.read_text(encoding="utf-8"))
+        for name in named.findall(text)
+        if not other.search(name) and not _is_module(name)
+    }
+    assert missing == set()
+
+
+def _is_module(name: str) -> bool:
+    """Whether there is such a file or folder, or a module whose attribute it may be."""
+    path = ROOT / "ratel_cli" / (name if name.endswith(".py") else name.replace(".", "/"))
+    return path.exists() or path.with_suffix(".py").exists() or path.parent.with_suffix(".py").exists()
+
+
 def words_in(path: Path) -> str:
     """The words of the names that a file binds, and its texts, in lower case."""
     words = []

@@ -1,1 +1,1 @@
-"""Moves bytes between memory and drives, whatever they are; only it reads and writes stores."""
+"""Moves bytes between memory and the files of stores, whatever the bytes are; nothing else reads or writes them."""

@@ -89,8 +89,8 @@ class Rule:
     unit_elements: int = 1
     """Elements of a parameter that belong together: a parameter begins with a unit, and nothing cuts one."""
     relative_time: float = 1.0
-    """How long its kernel takes an element, where AdamW's takes 1: the machine's rate is AdamW's. As measured in bf16
-    with AVX2 (2-core EPYC, 2026-11)."""
+    """How long its update takes an element, where AdamW's takes 1: the machine's rate is AdamW's. As measured in bf16
+    with AVX2 (2-core EPYC, 2026-11). An update in torch must say it: plans would be too short."""
     is_frozen: bool = False
     """True if nothing changes: such a block has no gradient, and lies in the store once for all generations."""
     update: InTorch | Directed | None = None

@@ -36,8 +36,8 @@ class InTorch:
 
     function: Callable[[torch.Tensor, torch.Tensor, Mapping[str, torch.Tensor], Numbers], None]
     """Updates the master weights and the state of a parameter in place: `(weight, gradient, state, numbers)`, all in
-    fp32, the state by the names of fields. Where the rule takes whole parameters they have their shapes; else they are
-    some elements, flat."""
+    fp32, the state by the names of fields. The gradient is a copy, which it may overwrite. Where the rule takes whole
+    parameters they have their shapes; else they are some elements, flat."""
     num_temporaries: int
     """Tensors in fp32, as large as the weight, that the function has at its peak."""
 

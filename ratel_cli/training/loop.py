@@ -3,8 +3,8 @@
 Each step goes through these phases:
 
     1. check     for a request to stop, and that the step may be written to the drives
-    2. compute   forward and backward, and the decision whether the update applies (engine.step). If the step is not
-                 finite and must not be skipped: run it once more, and end the run (training.divergence)
+    2. compute   forward and backward, and the decision whether the update applies (engine/steps/step.py). If the step
+                 is not finite and must not be skipped: run it once more, and end the run (training.divergence)
     3. announce  its metrics before its commit, so that a crash after the commit cannot leave the step unreported
     4. commit    its update: overlapped with the next step's forward, or at once if a save, an evaluation or the end
                  follows

@@ -36,7 +36,8 @@ _NO_GRADIENT_STEPS = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMetrics:
-    """What is known about a step before it is committed. Each field is a key in the file."""
+    """What is known about a step before it is committed. Each field is a key in the file; a new one needs a default, as
+    older lines lack it."""
 
     step: int
     """Counted from 1."""

@@ -1,12 +1,12 @@
 """From the config's `datasets` to training data.
 
-This is the interface of the folder. The way of a row:
+This is where `ratel_cli/data` begins for text; latents have data/batches/latents.py. The way of a row:
 
-1. `rows` and `lines` read it;
-2. `formats` checks it and makes a draft;
-3. `encode`, with `chat`, tokenises the draft into samples;
-4. `ingest` writes the samples into `token_cache`, where `load_tokens` finds them again;
-5. `packing` puts samples into sequences, and sequences into micro-batches;
+1. data/text/rows.py and data/files/lines.py read it;
+2. data/sources/formats.py checks it and makes a draft;
+3. data/sources/encode.py, with data/text/chat_encoder.py, tokenises the draft into samples;
+4. data/sources/ingest.py writes the samples into data/samples/token_cache.py, where `load_tokens` finds them again;
+5. data/samples/packing.py puts samples into sequences, and sequences into micro-batches;
 6. `TrainingData` gives each step its micro-batches.
 """
 

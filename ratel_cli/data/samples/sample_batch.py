@@ -1,5 +1,5 @@
-"""Micro-batches of samples that are no text: images, latents, vectors. A sample has as many tokens as a model makes
-hidden states of it, the same number of each."""
+"""Micro-batches of samples that are no text: latents, vectors, images in the place of text. A sample has as many tokens
+as a model makes hidden states of it, the same number of each. Images beside text have no batch yet."""
 
 from __future__ import annotations
 

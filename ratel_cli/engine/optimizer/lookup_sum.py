@@ -2,7 +2,7 @@
 
 In PyTorch each micro-batch gives one gradient, head part plus embedding part, and these are summed. Here the head
 parts of all micro-batches come first. But the embedding part is zero except in the rows of the step's distinct tokens,
-so only those rows of the head parts are saved, once for each micro-batch (`planning.capacity` counts them).
+so only those rows of the head parts are saved, once for each micro-batch (`planning/memory/capacity.py` counts them).
 
 A GPU that has no memory to spare has host memory hold all of it from the head to the embedding. The rows of each
 micro-batch then leave as soon as they are made, and come back one micro-batch ahead of their use. A GPU that has no

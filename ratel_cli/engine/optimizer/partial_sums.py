@@ -2,9 +2,9 @@
 
 In PyTorch the uses of a parameter add up within a micro-batch, those of later uses first, in the dtype of the gradient;
 then micro-batches add up. A step meets a use for all micro-batches before the next one. So between two uses of a block
-each micro-batch has a partial sum, in host memory (`planning.capacity` counts them). It goes into the backward of the
-next use as a root, which autograd adds to before all else, as in `model.carried`. The first segment that binds the
-block comes last, and takes the whole sum of a micro-batch as one contribution.
+each micro-batch has a partial sum, in host memory (`planning/memory/capacity.py` counts them). It goes into the
+backward of the next use as a root, which autograd adds to before all else, as in `model/values/carried.py`. The first
+segment that binds the block comes last, and takes the whole sum of a micro-batch as one contribution.
 
 Invariant: at most two partial sums of a block are on the device, that of the micro-batch before and the one in use.
 """

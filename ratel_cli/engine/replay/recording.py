@@ -1,10 +1,10 @@
 """Notes what every operator of the layers costs while a step runs (Ratel section IV-B: profiling in the first
 iteration).
 
-A step takes its recorders from a `StepRecording`; `planning.recorded` makes a model profile of the result. FLOPs are
-torch's own count (torch.utils.flop_counter), except for attention: torch's formula has not known grouped heads for
-long, and does not count the CPU's kernel. Times are of the call below autograd; on a GPU, of the work that the call
-queued, between two events that are read after the step.
+A step takes its recorders from a `StepRecording`; `planning/profile/recorded.py` makes a model profile of the result.
+FLOPs are torch's own count (torch.utils.flop_counter), except for attention: torch's formula has not known grouped
+heads for long, and does not count the CPU's kernel. Times are of the call below autograd; on a GPU, of the work that
+the call queued, between two events that are read after the step.
 
 Invariant: a recorded step computes the same bits as any other.
 """

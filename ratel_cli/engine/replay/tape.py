@@ -3,7 +3,7 @@
 Forward runs under a `Recorder`. It drops every tensor that autograd saves, notes for each operator what backward would
 need of it, and collects the outputs that the plan swaps. The resulting `Tape` is tiny. In backward the layer runs again
 under a `Replayer`, which rebuilds the autograd graph: each operator is run again, answered with its offloaded output,
-or skipped, as `planning.liveness` decided.
+or skipped, as `planning/profile/liveness.py` decided.
 
 An operator's key is its name and the number of its earlier calls in the layer, such as `aten.mm.default#2`. Some
 outputs are never swapped, whatever the plan says: views, mutated tensors, what a custom autograd function gets and may

@@ -1,7 +1,7 @@
 """A forward pass without training, with one segment bound at a time: outputs, or the loss of many micro-batches.
 
 A segment is read once for all micro-batches of a pass, whose hidden states wait in memory. Nothing is updated; training
-and the evaluations in it are in `engine.step`.
+and the evaluations in it are in `engine/steps/step.py`.
 
 Invariant: the modules, the shapes and the order of operations are those of the model's own forward, so that on one
 device the logits are those of the whole model, bit for bit.

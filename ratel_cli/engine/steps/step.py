@@ -13,7 +13,7 @@ A block's weights cross the link and the drives once for all micro-batches, so o
                  where the embedding or layers are frozen, backward ends at the first segment that is trained
     6. decide    compute the global norm: is it finite, must it be clipped? (engine.optimizer.update)
 
-Overlapped with these run the reads of the next blocks' weights (engine.weights) and the optimizer
+Overlapped with these run the reads of the next blocks' weights (engine/steps/weights.py) and the optimizer
 (engine.optimizer.pipeline). The update of a step is settled at the latest when the next step's first gradient is
 handed over. The step is committed then, or after `settle`.
 

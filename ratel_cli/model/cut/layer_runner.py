@@ -11,7 +11,7 @@ follows the last layer. So a shim replaces every layer's `forward` on the instan
 
 Invariants: hidden states go from layer to layer unchanged, or there is code between the layers; what else a layer gets
 is computed before the first one, or comes from layers below in a mapping that all of them get or in what they return
-(`model.carried`). A model that breaks one of them is rejected with its name.
+(`model/values/carried.py`). A model that breaks one of them is rejected with its name.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ratel_cli.sizes import IGNORED_TARGET
 
 _NUMBERS_OF_EXTRAS = (None, 0, 1, 2)
 """What a layer may return: bare hidden states (None), or a tuple that begins with them, and has as many values behind
-them. The owner may hand these to the next layer (`model.carried`)."""
+them. The owner may hand these to the next layer (`model/values/carried.py`)."""
 CANNOT_RUN = (RuntimeError, TypeError, ValueError, IndexError, AttributeError, KeyError, NotImplementedError)
 """What a model's code raises if it is called with something that it is not made for, such as stand-ins."""
 

@@ -5,7 +5,7 @@ one and the first of the other the encoder's own code ends: its final norm. That
 
     begin    the embeddings of both stacks; the decoder's first hidden states wait as an argument of the bridge
     bridge   from the encoder's last hidden states to the decoder's first; it returns the encoder's states besides,
-             which the decoder's layers get as if a layer below had returned them (`model.carried`)
+             which the decoder's layers get as if a layer below had returned them (`model/values/carried.py`)
     finish   the decoder's final norm; `logits`: the model's own head
 
 Invariant: what the decoder's layers get depends on the encoder in its states alone.

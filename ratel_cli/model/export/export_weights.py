@@ -1,8 +1,8 @@
 """Export: from the store to a directory that transformers loads.
 
 Memory is one group of elements, whatever the model's size. All sizes are known before the first byte is written, so a
-drive without enough space is rejected at once. Invariant: the weights written are those of `model.stored_weights`; the
-store is only read.
+drive without enough space is rejected at once. Invariant: the weights written are those of
+`model/files/stored_weights.py`; the store is only read.
 """
 
 from __future__ import annotations

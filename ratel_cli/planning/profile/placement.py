@@ -1,6 +1,6 @@
 """What a step is asked for, and the decision where its bytes lie: `Workload`, `Placement`. Pure.
 
-`planning.choose` decides on a placement from limits and measured rates; the engine follows it.
+`planning/search/choose.py` decides on a placement from limits and measured rates; the engine follows it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """One planning problem: a model, its costs, a step, a machine and its limits; and what follows from a placement. Pure.
 
-`planning.choose` searches; everything that it compares comes from here. "Swapping a prefix" means to offload the first
-outputs of the problem's order (planning/search/swap.py).
+`planning/search/choose.py` searches; everything that it compares comes from here. "Swapping a prefix" means to offload
+the first outputs of the problem's order (planning/search/swap.py).
 
 Invariant: what is computed here depends on the problem and the placement alone, whatever was asked before.
 """

@@ -1,6 +1,6 @@
 """The content of `ratel check`: everything that is wrong about a config, its model, its data and this machine, at once.
 
-    1. a config without errors is run dry: phases 1 and 2 of `run.finetune`
+    1. a config without errors is run dry: phases 1 and 2 of `run/train/finetune.py`
     2. of a config with errors, the inputs that it names rightly are read, as in phase 1 of a run
     3. what the machine lacks is looked for where these did not come to it: memory and space each on its own
 

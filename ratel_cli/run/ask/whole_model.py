@@ -1,8 +1,8 @@
 """A model that computes as a whole, by its own forward, with the weights of one block in memory at a time.
 
-`engine.forward` takes many micro-batches through one block after another. Here the model's own code goes from block to
-block, and each block is bound while its code runs. So whatever transformers builds on a forward pass works unchanged,
-such as `generate` with its cache of keys and values.
+`engine/steps/forward.py` takes many micro-batches through one block after another. Here the model's own code goes from
+block to block, and each block is bound while its code runs. So whatever transformers builds on a forward pass works
+unchanged, such as `generate` with its cache of keys and values.
 
 Invariant: the operations are those of the model in memory, in the same order, on the same shapes. So the bits are the
 same.

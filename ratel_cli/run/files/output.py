@@ -1,8 +1,8 @@
 """A run's output directory and the directory of an export: may Ratel write there?
 
-A directory that has files in it must have Ratel's marker (`model.marker`). A run may write to its own output directory,
-except over files of the user's; an export may replace only an export of the same step of the same run. `--overwrite`
-insists.
+A directory that has files in it must have Ratel's marker (`model/files/marker.py`). A run may write to its own output
+directory, except over files of the user's; an export may replace only an export of the same step of the same run.
+`--overwrite` insists.
 
 Invariants: nothing is written before all of this is known; nothing heavy is imported.
 """

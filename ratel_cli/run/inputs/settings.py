@@ -36,15 +36,15 @@ DECIDES_THE_BITS: Final = (
     "warmup_ratio", "adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay", "max_grad_norm", "dtype",
     "gradient_dtype", "attn_implementation", "head_chunk", "deterministic", "seed", "val_set_size", "mlm_probability",
 )  # fmt: skip
-"""Keys that must be the same when a run resumes. All other keys may change. A new key that changes a bit belongs here;
-it changes the hash in every store's identity."""
+"""Keys that must be the same when a run resumes, as those of `CHOOSES_BITS` below; all other keys may change. A new key
+belongs there: one more here would change the hash in every store's identity."""
 CHOOSES_RULES: Final = ("optimizer", "optim_args", "bf16_master")
 CHOOSES_BITS: Final = (
     "label_smoothing_factor", "neftune_noise_alpha", "use_dft_loss", "rl", *OF_PREFERENCES, *OF_RATES, *CHOOSES_RULES,
     *OF_VOCABULARY,
 )  # fmt: skip
-"""Keys that must be the same when a run resumes, too. Those at their default are no part of the hash: so it stays that
-of older stores."""
+"""Keys that must be the same when a run resumes, too; new ones that change a bit belong here. Those at their default
+are no part of the hash: so it stays that of older stores."""
 CHOOSES_PARAMETERS: Final = (
     "unfrozen_parameters", "frozen_parameters", "adapter", *OF_ADAPTER, *OF_QUANTISATION, *OF_VOCABULARY,
 )  # fmt: skip
