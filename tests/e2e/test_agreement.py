@@ -316,7 +316,7 @@ CASES = (
          prepare=lambda scene: (output_of(scene.run()), ["output_dir=other"])),
     # The model and its small files, which an export needs.
     Case(message="the tokenizer's {name}", code=2, prepare=end_is_beyond_the_embedding),
-    Case(message="{base_dir}: no usable tokenizer: {first_line(error)}", code=2,
+    Case(message="{directory}: no usable tokenizer: {first_line(error)}", code=2,
          prepare=in_base(in_file("tokenizer.json", "{"))),
     Case(message="no tokenizer for mistral-common: there is neither", code=2,
          prepare=with_keys(tokenizer_use_mistral_common=True)),
