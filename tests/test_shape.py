@@ -15,9 +15,8 @@ LONG_FILES = {
     "engine.steps.step",
     "model.export.checkpoint",
     "store.store",
-    "training.metrics",
 }
-"""Files of one subject that is longer. Seven at most."""
+"""Files of one subject that is longer. Six at most."""
 DOORS = {"library.opening.open_model"}
 """What users call with keywords, as they call a command with options."""
 

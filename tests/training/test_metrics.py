@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from ratel_cli.planning.time.step_time import RESOURCES
-from ratel_cli.training.metrics import RunTotals, StepMetrics, StepWarnings
+from ratel_cli.training.metrics import RunTotals, StepMetrics
 from ratel_cli.training.metrics_log import MetricsLog, line_of, step_in
+from ratel_cli.training.step_warnings import StepWarnings
 from tests.model.tiny import file_size_limit
 
 KEYS = [

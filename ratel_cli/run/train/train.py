@@ -52,9 +52,10 @@ from ratel_cli.training.best import BestSoFar
 from ratel_cli.training.history import check_best_is_known, read_history, read_recent
 from ratel_cli.training.loop import TrainingLoop
 from ratel_cli.training.loop_settings import LoopCallbacks, LoopSettings
-from ratel_cli.training.metrics import RunTotals, StepMetrics, StepWarnings
+from ratel_cli.training.metrics import RunTotals, StepMetrics
 from ratel_cli.training.metrics_log import MetricsLog
 from ratel_cli.training.snapshots import Snapshots
+from ratel_cli.training.step_warnings import StepWarnings
 from ratel_cli.training.wear_limit import written_bytes
 from ratel_cli.units import counted
 
