@@ -72,7 +72,7 @@ def test_the_best_step_is_exported_and_the_run_ends_early(
     row = status(config)
     assert (row["state"], row["step"], row["best_step"], row["ended_early"]) == ("finished", last, best, True)
     shown = ratel("status", output_of(config)).stdout
-    assert "finished early" in shown and f"{last}/18, best {best}" in shown
+    assert "finished early" in shown and f"{last}/18, epoch 3/3, best {best}" in shown
     assert ratel("report", output_of(config)).code == 0
     page = (output_of(config) / "run" / "report.html").read_text()
     assert f"It ended early, since its evaluations did not get better. The best step is {best}." in page

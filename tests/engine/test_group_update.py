@@ -41,8 +41,7 @@ def torch_adamw(weights: list[nn.Parameter]) -> torch.optim.AdamW:
         {"params": [weight], "weight_decay": SETTINGS.weight_decay if parameter.decay else 0.0}
         for weight, parameter in zip(weights, BLOCK.parameters, strict=True)
     ]
-    betas = SETTINGS.beta1, SETTINGS.beta2
-    return torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=betas, eps=SETTINGS.epsilon, foreach=False)
+    return torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=(0.9, 0.99), eps=1e-8, foreach=False)
 
 
 @needs_fused_torch
