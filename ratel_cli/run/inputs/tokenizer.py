@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import cast
@@ -113,30 +114,35 @@ def _loaded(directory: Path, model_config: PretrainedConfig) -> PreTrainedTokeni
 
 
 def _rename_tokens(directory: Path, names: Mapping[int, str]) -> None:
-    """Give tokens of the files in `directory` other names. Raises BadInput if they are none beside the vocabulary."""
+    """Give tokens of the files in `directory` other names, all at once: two may change places. Raises BadInput if one
+    is none beside the vocabulary, or if its new name is another token's."""
     path = directory / "tokenizer.json"
     if not path.exists():
         raise BadInput("added_tokens_overrides: the tokenizer has no tokenizer.json", "use a fast tokenizer")
     content = json.loads(path.read_text(encoding="utf-8"))
-    entries = {each["id"]: each for each in content["added_tokens"]}
-    if unknown := sorted(names.keys() - entries.keys()):
-        known = f"{min(entries)} to {max(entries)}" if entries else "none"
+    before = {each["id"]: each["content"] for each in content["added_tokens"]}
+    if unknown := sorted(names.keys() - before.keys()):
+        known = f"{min(before)} to {max(before)}" if before else "none"
         raise BadInput(f"added_tokens_overrides: {unknown[0]} is no token beside the vocabulary", f"those are: {known}")
-    renamed = {entries[number]["content"]: name for number, name in names.items()}
+    renamed = {before[number]: name for number, name in names.items()}
     vocabulary = content["model"].get("vocab")
-    for number, name in names.items():
-        entries[number]["content"] = name
-    if isinstance(vocabulary, dict):
-        content["model"]["vocab"] = {renamed.get(token, token): number for token, number in vocabulary.items()}
-    path.write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
-    for other in (directory / TOKENIZER_CONFIG_NAME, directory / _MAP_FILE):
-        if other.exists():
-            text = other.read_text(encoding="utf-8")
-            for old, name in renamed.items():
-                text = text.replace(json.dumps(old), json.dumps(name)).replace(
-                    json.dumps(old, ensure_ascii=False), json.dumps(name, ensure_ascii=False)
-                )
-            other.write_text(text, encoding="utf-8")
+    others = {*before.values(), *(vocabulary if isinstance(vocabulary, dict) else ())} - renamed.keys()
+    for name, number in Counter(names.values()).items():
+        if number > 1 or name in others:
+            raise BadInput(f"added_tokens_overrides: {name!r} would be the name of two tokens", "choose another name")
+    for each in (path, directory / TOKENIZER_CONFIG_NAME, directory / _MAP_FILE):
+        if each.exists():
+            found = _with_names(json.loads(each.read_text(encoding="utf-8")), renamed)
+            each.write_text(json.dumps(found, ensure_ascii=False), encoding="utf-8")
+
+
+def _with_names(content: object, renamed: Mapping[str, str]) -> object:
+    """A part of a JSON file with other names for tokens, keys among them."""
+    if isinstance(content, dict):
+        return {renamed.get(key, key): _with_names(value, renamed) for key, value in content.items()}
+    if isinstance(content, list):
+        return [_with_names(each, renamed) for each in content]
+    return renamed.get(content, content) if isinstance(content, str) else content
 
 
 def _add_tokens(tokenizer: PreTrainedTokenizerBase, config: RunConfig) -> None:
