@@ -1,6 +1,6 @@
 """The figures of a step: what is measured, how each figure is called and written, and where it is shown; and sums.
 
-A figure is told here once: a field of `StepMetrics`, which is its key in `run/metrics.jsonl`, and a row of
+A figure stands here once: a field of `StepMetrics`, which is its key in `run/metrics.jsonl`, and a row of
 `STEP_FIGURES`, from which step lines, the panel, `ratel status`, the report, the picture of the model card and the
 trackers take it. The place that measures it fills the field.
 

@@ -7,8 +7,8 @@
     3. release  the generation after a later commit, and report an error               the loop's thread
 
 Invariants: training waits for a copy only at the end of the run. The second store always holds one complete generation,
-the last one that was copied; of several ranks, all hold one of the same step. A device that fails ends the snapshots,
-never the run.
+the last one that was copied; of several ranks, all hold one of the same step. A drive that fails ends the snapshots,
+never the run; an error that is no RatelError is a fault of Ratel's own, and ends it.
 """
 
 from __future__ import annotations

@@ -92,7 +92,8 @@ def inject(model: PreTrainedModel, settings: AdapterSettings) -> LoraConfig:
     config.ensure_weight_tying = settings.ties_saved
     for each in model.modules():
         if isinstance(each, TrainableTokensLayer):
-            each.trainable_tokens_original.clear()  # type: ignore[no-untyped-call]  # for PEFT's unmerge, which nothing calls here
+            # They are for PEFT's unmerge, which nothing calls here.
+            each.trainable_tokens_original.clear()  # type: ignore[no-untyped-call]
     _check_adapted(model, settings)
     return config
 
@@ -105,11 +106,10 @@ def _trained_rows(model: PreTrainedModel, settings: AdapterSettings) -> dict[str
     named = {name: module for name, module in model.named_modules() if module in ends[: 1 if is_tied else 2]}
     saved = tuple(f".{end}" for end in settings.saved_modules)
     found = {name: list(settings.tokens) for name in named if settings.tokens and not f".{name}".endswith(saved)}
-    for name in (
-        name for name, each in model.named_modules() if found and each is ends[1] and ends[1].bias is not None
-    ):
+    if found and ends[1] is not None and ends[1].bias is not None:
         raise BadInput(
-            f"tokens: {name} has a bias, which PEFT (0.21) leaves out where it trains the rows of tokens",
+            f"tokens: the head of {type(model).__name__} has a bias, which PEFT (0.21) leaves out where it trains the "
+            "rows of tokens",
             f"set lora_modules_to_save: [{', '.join(each.rpartition('.')[2] for each in named)}]"
             + (" and peft_ensure_weight_tying: true" if is_tied else ""),
         )

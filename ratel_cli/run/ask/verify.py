@@ -52,7 +52,7 @@ from ratel_cli.run.files.run_directory import paths_in
 from ratel_cli.run.inputs.base import check_model
 from ratel_cli.run.inputs.language_base import LanguageBase
 from ratel_cli.run.inputs.process import prepare_process
-from ratel_cli.run.inputs.tokenizer import read_tokenizer
+from ratel_cli.run.inputs.tokenizer import read_tokenizer, without_tokenizer_keys
 from ratel_cli.run.train.open import OpenedRun, open_run, snapshot_of_all
 from ratel_cli.store.generation import Generation
 from ratel_cli.store.joined import Readable
@@ -218,8 +218,7 @@ def _check_others(directory: Path, written: Sequence[WrittenFile]) -> Check:
 
 def _check_tokenizer(config: RunConfig, base: LanguageBase, *, is_changed: bool) -> list[Check]:
     """The row of the export's tokenizer; none if the run has none. `is_changed`: maybe by the user, since then."""
-    in_files = dict.fromkeys(("special_tokens", "chat_template", "chat_template_jinja"))
-    own = config.model_copy(update={**in_files, "tokens": (), "new_special_tokens": (), "added_tokens_overrides": None})
+    own = without_tokenizer_keys(config)
     check = Check(what="tokenizer", num_bytes=0, checked="ids, special tokens, template", verdict="equal to the run's")
     read = partial(read_tokenizer, model_config=base.config, num_embeddings=0, notice=lambda text: None)
     wanted = read(config, base.directory)

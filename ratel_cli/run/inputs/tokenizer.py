@@ -67,6 +67,15 @@ def read_tokenizer(
     return _read(config, base_dir, model_config, num_embeddings=num_embeddings, notice=notice)[0]
 
 
+def without_tokenizer_keys(config: RunConfig) -> RunConfig:
+    """The config for the tokenizer of its own export, whose files have what these keys add."""
+    keys = (
+        "special_tokens", "chat_template", "chat_template_jinja", "tokens", "new_special_tokens",
+        "added_tokens_overrides",
+    )  # fmt: skip
+    return config.model_copy(update={key: RunConfig.model_fields[key].default for key in keys})
+
+
 def _read(
     config: RunConfig,
     base_dir: Path,

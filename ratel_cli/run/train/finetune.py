@@ -112,7 +112,7 @@ def run_finetune(
             return
 
         with first_rank_first(ranks):
-            claim_output(context.config)  # phase 3; from here on nothing is refused
+            claim_output(context.config)  # phase 3; from here on only what has changed meanwhile is refused
         context.listen()
         context.stop.must_resume = start != Resume()
         target = run.snapshot or make_snapshot(context, planner.spec, inputs.source, run.identity, start)
