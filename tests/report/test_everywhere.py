@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
+
+from ratel_cli import _native
 
 PACKAGE = Path(__file__).parents[2] / "ratel_cli"
 END_OF_FIELDS = "\n    def preference("
@@ -45,6 +49,9 @@ def patched_package(parent: Path) -> None:
         if path.name != "training":
             (made / path.relative_to(PACKAGE)).symlink_to(path)
     (parent / "tests").symlink_to(PACKAGE.with_name("tests"))
+    compiled = Path(_native.__file__)
+    if not (made / compiled.name).exists():
+        (made / compiled.name).symlink_to(compiled)
     for name, changes in PATCH.items():
         text = (PACKAGE / name).read_text()
         for old, new in changes:
@@ -57,8 +64,12 @@ def patched_package(parent: Path) -> None:
 @pytest.mark.full
 def test_a_new_figure_is_in_every_output(tmp_path: Path) -> None:
     patched_package(tmp_path / "patched")
-    command = [sys.executable, "-B", "-m", "tests.report.everywhere", str(tmp_path)]
-    ended = subprocess.run(command, cwd=tmp_path / "patched", check=True, capture_output=True, text=True)
+    # Without `site` nothing leads to the package that is installed, as the finder of an editable install would.
+    command = [sys.executable, "-S", "-B", "-m", "tests.report.everywhere", str(tmp_path)]
+    variables = {**os.environ, "PYTHONPATH": sysconfig.get_path("purelib")}
+    ended = subprocess.run(
+        command, cwd=tmp_path / "patched", env=variables, check=True, capture_output=True, text=True
+    )
     found = json.loads(ended.stdout)
     assert [json.loads(line)["padding"] for line in found["lines of metrics"]] == [0.375] * 4
     assert len(found["read back"]) == 4 and all("padding=0.375" in each for each in found["read back"])

@@ -102,7 +102,7 @@ def _trained_rows(model: PreTrainedModel, settings: AdapterSettings) -> dict[str
     """The tokens whose rows are trained, by the names of the matrices: those ends of the model that are not trained
     whole. A head that shares the embedding's matrix shares its rows. Raises BadInput for a head with a bias."""
     ends = [model.get_input_embeddings(), model.get_output_embeddings()]
-    is_tied = ends[1] is not None and ends[1].weight is ends[0].weight
+    is_tied = _are_tied(ends)
     named = {name: module for name, module in model.named_modules() if module in ends[: 1 if is_tied else 2]}
     saved = tuple(f".{end}" for end in settings.saved_modules)
     found = {name: list(settings.tokens) for name in named if settings.tokens and not f".{name}".endswith(saved)}
@@ -114,6 +114,12 @@ def _trained_rows(model: PreTrainedModel, settings: AdapterSettings) -> dict[str
             + (" and peft_ensure_weight_tying: true" if is_tied else ""),
         )
     return found
+
+
+def _are_tied(ends: list[nn.Module | None]) -> bool:
+    """Whether embedding and head have one matrix. Configurations say it in more than one place, or not at all."""
+    embedding, head = ends
+    return embedding is not None and head is not None and head.weight is embedding.weight
 
 
 def _choose_layers(model: PreTrainedModel, settings: AdapterSettings, config: LoraConfig) -> None:
@@ -241,8 +247,8 @@ def _saved_modules(model: PreTrainedModel, settings: AdapterSettings) -> list[nn
         if not all(each.is_floating_point() for each in parameters):
             raise BadInput(f"lora_modules_to_save: {end} is quantised, and cannot be trained", "name others")
         found += named.values()
-    tied = {model.get_input_embeddings(), model.get_output_embeddings()}.intersection(found)
-    is_tied = bool(model.config.get_text_config().tie_word_embeddings)
+    ends = [model.get_input_embeddings(), model.get_output_embeddings()]
+    tied, is_tied = set(found).intersection(ends), _are_tied(ends)
     if tied and is_tied and not settings.ties_saved:
         raise BadInput(
             f"lora_modules_to_save: embedding and head of {type(model).__name__} are one matrix, of which PEFT trains"
