@@ -67,9 +67,7 @@ def test_a_new_figure_is_in_every_output(tmp_path: Path) -> None:
     # Without `site` nothing leads to the package that is installed, as the finder of an editable install would.
     command = [sys.executable, "-S", "-B", "-m", "tests.report.everywhere", str(tmp_path)]
     variables = {**os.environ, "PYTHONPATH": sysconfig.get_path("purelib")}
-    ended = subprocess.run(
-        command, cwd=tmp_path / "patched", env=variables, check=True, capture_output=True, text=True
-    )
+    ended = subprocess.run(command, cwd=tmp_path / "patched", env=variables, check=True, capture_output=True, text=True)
     found = json.loads(ended.stdout)
     assert [json.loads(line)["padding"] for line in found["lines of metrics"]] == [0.375] * 4
     assert len(found["read back"]) == 4 and all("padding=0.375" in each for each in found["read back"])
