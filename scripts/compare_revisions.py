@@ -3,10 +3,12 @@
     python -m scripts.compare_revisions BEFORE             with HEAD
     python -m scripts.compare_revisions BEFORE AFTER --families 20 --seed 7
     python -m scripts.compare_revisions BEFORE --demo-steps 8 --families 0
-    python -m scripts.compare_revisions BEFORE AFTER --jobs demo llama-float16 gemma2-bfloat16
+    python -m scripts.compare_revisions BEFORE AFTER --jobs demo llama-float16 gemma2-bfloat16 two-ranks
 
-The jobs: the demo, as configs/demo.yaml has it; a tiny Llama in fp32, bf16 and fp16; and tiny models of families that
-docs/families.md calls equal, drawn by the seed, each in fp32 and in bf16. A family that BEFORE refuses is left out, and
+The jobs: the demo, as configs/demo.yaml has it; a tiny Llama in fp32, bf16 and fp16; the other kinds of runs that
+tests/golden has (adapters, Muon, preferences, ranks, a hooked module, ...), and an encoder-decoder; and tiny models of
+families that docs/families.md calls equal, drawn by the seed, each in fp32 and in bf16. A family that BEFORE refuses is
+left out, and
 another one is drawn. The bf16 run of a family of which transformers keeps parameters in fp32 is left out too: revisions
 before 60e6440 trained them in bf16.
 
@@ -48,13 +50,26 @@ from transformers import AutoModelForCausalLM
 from scripts import make_demo
 from scripts.families import TABLE, save_base, training_rows
 from scripts.family_configs import FAMILIES
+from tests.golden.make import RUNS, Golden, write_run
 
 ROOT = Path(__file__).parents[1]
 DEMO = "demo"
 NOT_INSTALLED = 125
 DTYPES = ("float32", "bfloat16", "float16")
 HEAD = ("job", "steps", "tensors", "fields", "result")
+HOOKED = "hooked-module"
+KINDS: Mapping[str, Golden] = {
+    **{
+        name.replace(" ", "-"): golden
+        for name, golden in RUNS.items()
+        if name not in ("full fp32", "full bf16", "fp16")
+    },
+    "encoder-decoder": Golden(keys={"dtype": "float32", "sample_packing": None}, kind="texts"),
+}
+"""By name: what else than a decoder's parameters is trained, or how. A hooked module has no config."""
+_FIXED = (DEMO, *(f"llama-{dtype}" for dtype in DTYPES), *KINDS, HOOKED)
 _RUN = ROOT / "scripts" / "revision_run.py"
+_LOOP = ROOT / "tests" / "golden" / "loop.py"
 _SECONDS = 600
 """A job that takes longer has failed."""
 _NAMED = 3
@@ -96,6 +111,9 @@ class Job:
     name: str
     settings: Mapping[str, object]
     """The config, without what is different for each run: where the output and the store lie."""
+    num_ranks: int = 1
+    loop: Path | None = None
+    """The program with the module and its loop, where a module is hooked and there is no config."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,8 +163,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", nargs="+", metavar="JOB", help="only these: demo, or FAMILY-DTYPE")
     options = parser.parse_args(arguments)
     for name in options.jobs or []:
-        if name != DEMO and not _is_family_job(name):
-            parser.error(f"unknown job {name}: demo, or a family and a dtype, such as llama-float16")
+        if name not in _FIXED and not _is_family_job(name):
+            parser.error(f"unknown job {name}: {', '.join(_FIXED)}, or a family and a dtype, such as gpt2-float16")
     with tempfile.TemporaryDirectory(prefix="ratel-revisions-") as name:
         folder = Path(name)
         try:
@@ -174,11 +192,11 @@ def _is_family_job(name: str) -> bool:
 def compared(
     inputs: Inputs, compare: Callable[[Job], Row], *, jobs: Sequence[str] | None, num_families: int, seed: int
 ) -> Iterator[Row]:
-    """A row for each job, as soon as it is known. `jobs` None: the demo, the Llama and the drawn families.
+    """A row for each job, as soon as it is known. `jobs` None: the demo, the Llama, each kind and the drawn families.
 
     Only drawn families are left out, not jobs with a name.
     """
-    for name in jobs or (DEMO, *(f"llama-{dtype}" for dtype in DTYPES)):
+    for name in jobs or _FIXED:
         row = compare(inputs.job(name))
         yield replace(row, left_out="", differences=(row.left_out,)) if row.left_out else row
     wanted = 0 if jobs else num_families
@@ -216,7 +234,11 @@ class Inputs:
 
     def job(self, name: str) -> Job:
         """The job of this name, with its inputs made."""
-        return self._demo() if name == DEMO else self._family(*name.rsplit("-", 1))
+        if name == DEMO:
+            return self._demo()
+        if name == HOOKED:
+            return Job(name=name, settings={}, loop=_LOOP)
+        return self._kind(name) if name in KINDS else self._family(*name.rsplit("-", 1))
 
     def kept_parameters(self, family: str) -> list[str]:
         """Names of parameters that transformers keeps in fp32 in a bf16 model."""
@@ -232,6 +254,11 @@ class Inputs:
         if self._demo_steps is not None:
             settings |= {"max_steps": self._demo_steps, "save_steps": self._demo_steps}
         return Job(name=DEMO, settings=settings)
+
+    def _kind(self, name: str) -> Job:
+        written = write_run(KINDS[name], self._folder / name).read_text(encoding="utf-8")
+        settings = {key: value for key, value in yaml.safe_load(written).items() if key != "output_dir"}
+        return Job(name=name, settings=settings, num_ranks=KINDS[name].num_ranks)
 
     def _family(self, family: str, dtype: str) -> Job:
         rows = self._folder / "rows.jsonl"
@@ -293,10 +320,12 @@ def run(revision: Revision, job: Job, folder: Path) -> Outcome:
     folder.mkdir(parents=True)
     config, found, printed = folder / "run.yaml", folder / "found.json", folder / "stderr.txt"
     config.write_text(yaml.safe_dump({**job.settings, "output_dir": str(folder / "out")}), encoding="utf-8")
+    what = (config, str(job.num_ranks)) if job.loop is None else (job.loop, HOOKED)
     variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     with printed.open("wb") as file:
         code = subprocess.run(
-            [revision.python, "-P", _RUN, config, found],
+            [revision.python, "-P", _RUN, found, *what],
+            cwd=folder,  # ranks are started as modules, which are looked for here first
             env={**variables, "XDG_CACHE_HOME": str(revision.package.with_name("cache"))},
             stdin=subprocess.DEVNULL,
             stdout=file,
@@ -312,6 +341,8 @@ def run(revision: Revision, job: Job, folder: Path) -> Outcome:
     result = json.loads(found.read_text(encoding="utf-8"))
     if not all(Path(origin).is_relative_to(revision.package) for origin in result["origins"]):
         raise RuntimeError(f"{revision.name}: other code ran: {', '.join(result['origins'])}")
+    if job.loop is not None:
+        return Outcome(steps=result["steps"], tensors=result["fields"], fields=result["fields"])
     return Outcome(steps=_steps(folder / "out"), tensors=tensor_hashes(folder / "out"), fields=result["fields"])
 
 

@@ -1,7 +1,9 @@
 """Trains as a config says, and writes the hash of every value that the run's store has then.
 
-    python -P scripts/revision_run.py run.yaml found.json
+    python -P scripts/revision_run.py found.json run.yaml NUM_RANKS
+    python -P scripts/revision_run.py found.json loop.py STORE
 
+The second form trains a hooked module by its own loop, as tests/golden/loop.py has one, in a new store.
 `scripts/compare_revisions.py` runs this file with the interpreter of an older or newer revision of Ratel, whose own
 code trains and reads the store, since formats differ between revisions. So it imports nothing of the repository but
 that revision's package, and only what revisions have in common but for a module's place and a field's size.
@@ -13,10 +15,13 @@ The exit code is that of `ratel finetune`; the file is written after success alo
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import sys
 from importlib import import_module
 from pathlib import Path
+
+import torch
 
 import ratel_cli
 from ratel_cli import _native
@@ -25,13 +30,34 @@ from ratel_cli.config.load import load_config
 from ratel_cli.console import RunLog
 
 
-def main(config: Path, found: Path) -> int:
+def main(found: Path, trained: Path, argument: str) -> int:
     """Train, and write which code did so, and the hashes."""
-    code = ratel(["finetune", str(config)])
+    if trained.suffix == ".py":
+        code, result = 0, trained_by_loop(trained, Path(argument))
+    else:
+        code = ratel(["finetune", str(trained), *(["--ranks", argument] if argument != "1" else [])])
+        result = {"fields": stored_values(trained)} if code == 0 else {}
     if code == 0:
         origins = [str(ratel_cli.__file__), str(_native.__file__)]
-        found.write_text(json.dumps({"origins": origins, "fields": stored_values(config)}), encoding="utf-8")
+        found.write_text(json.dumps({"origins": origins, **result}), encoding="utf-8")
     return code
+
+
+def trained_by_loop(path: Path, store: Path) -> dict[str, dict[str, str]]:
+    """The losses of a hooked module's steps, and the SHA-256 of each tensor of its state."""
+    spec = importlib.util.spec_from_file_location("loop", path)
+    assert spec is not None and spec.loader is not None
+    loop = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = loop  # dataclasses look their module up
+    spec.loader.exec_module(loop)
+    module, hashes = loop.built(), {}
+    with ratel_cli.hook(module, storage=[store]) as hooked:
+        losses = loop.train(module, hooked)
+        for name, tensors in hooked.state():
+            for field, tensor in tensors.items():
+                values = tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+                hashes[f"{name} {field}"] = hashlib.sha256(values).hexdigest()
+    return {"steps": {f"step {step}": repr(loss) for step, loss in enumerate(losses, 1)}, "fields": hashes}
 
 
 def stored_values(config: Path) -> dict[str, str]:
@@ -73,4 +99,4 @@ def _field_bytes(generation: object, block: int, num_elements: int) -> dict[str,
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), Path(sys.argv[2])))
+    sys.exit(main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]))

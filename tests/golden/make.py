@@ -36,6 +36,7 @@ from ratel_cli.model.files.stored_weights import StoredWeights
 from ratel_cli.run.context import open_context
 from ratel_cli.run.train.open import open_run
 from ratel_cli.store.store import Progress
+from tests.e2e.encoders import save_pair_model, write_pair_rows
 from tests.e2e.latents import save_denoiser, write_latents
 from tests.e2e.preferences import pairs, write
 from tests.e2e.runs import ratel, run_until_killed, save_base, start_ranks, wait, write_config, write_rows
@@ -79,7 +80,7 @@ RUNS: Mapping[str, Golden] = {
     ),
 }
 """By name."""
-_ALL: Mapping[str, object] = {
+COMMON_KEYS: Mapping[str, object] = {
     "max_steps": 6,
     "gradient_accumulation_steps": 2,
     "lr_scheduler": "constant",
@@ -88,6 +89,7 @@ _ALL: Mapping[str, object] = {
     "save_total_limit": 2,
     "shuffle": False,
 }
+"""Of each config."""
 
 
 def main(directory: Path, names: list[str]) -> None:
@@ -118,19 +120,7 @@ def make_loop_here() -> None:
 def make_here(name: str) -> None:
     """Make the run in the working directory."""
     golden = RUNS[name]
-    keys = {**_ALL, **golden.keys}
-    base, rows, data_type = Path("base"), Path("rows.jsonl"), "completion"
-    if golden.kind == "latents":
-        save_denoiser(base, head_dim=4)
-        rows, data_type = write_latents(Path("latents.safetensors")), "latents"
-    else:
-        save_base(base, hidden_size=golden.hidden_size)
-        if golden.kind == "pairs":
-            write(rows, pairs(24))
-            data_type = "auto"
-        else:
-            write_rows(rows)
-    config = write_config(Path(), base=base, rows=rows, data_type=data_type, **keys)
+    config = write_run(golden, Path())
     point = f"commit.written:{NUM_APPLIED + 2}"  # the first commit is that of the import
     if golden.num_ranks == 1:
         run_until_killed(config, kill_at=point)
@@ -148,6 +138,27 @@ def make_here(name: str) -> None:
     counted = {"step": progress.step, "num_updates": progress.updates, "loss_scale": progress.loss_scale}
     Path(EXPECTED).write_text(json.dumps({"exports": hashes, **counted}, indent=1), encoding="utf-8")
     save_file(state, STATE)
+
+
+def write_run(golden: Golden, directory: Path) -> Path:
+    """Write base, rows and config of a run in `directory`, and return the config's path."""
+    keys = {**COMMON_KEYS, **golden.keys}
+    base, rows, data_type = directory / "base", directory / "rows.jsonl", "completion"
+    if golden.kind == "latents":
+        save_denoiser(base, head_dim=4)
+        rows, data_type = write_latents(directory / "latents.safetensors"), "latents"
+    elif golden.kind == "texts":
+        save_pair_model(base)
+        columns = {"field_prompt": "question", "field_completion": "answer"}
+        keys["datasets"] = [{"path": str(write_pair_rows(rows)), "type": "seq2seq", **columns}]
+    else:
+        save_base(base, hidden_size=golden.hidden_size)
+        if golden.kind == "pairs":
+            write(rows, pairs(24))
+            data_type = "auto"
+        else:
+            write_rows(rows)
+    return write_config(directory, base=base, rows=rows, data_type=data_type, **keys)
 
 
 def hashes_of(directory: Path) -> dict[str, str]:

@@ -13,7 +13,10 @@ from safetensors.torch import save_file
 
 from scripts import compare_revisions
 from scripts.compare_revisions import (
+    DTYPES,
     HEAD,
+    HOOKED,
+    KINDS,
     NOT_INSTALLED,
     ROOT,
     TABLE,
@@ -125,8 +128,10 @@ def test_another_family_is_drawn_for_one_that_is_refused(tmp_path: Path) -> None
     order = drawn(equal_families(TABLE.read_text(encoding="utf-8")), 0)
     refused = order[1]
     rows = rows_with(tmp_path, lambda name: name.startswith(f"{refused}-"))
-    fixed, families = rows[:4], rows[4:]
-    assert [row.job for row in fixed] == ["demo", "llama-float32", "llama-bfloat16", "llama-float16"]
+    llamas = [f"llama-{dtype}" for dtype in DTYPES]
+    num_fixed = 1 + len(llamas) + len(KINDS) + 1
+    fixed, families = rows[:num_fixed], rows[num_fixed:]
+    assert [row.job for row in fixed] == ["demo", *llamas, *KINDS, HOOKED]
     assert [row.job for row in families if row.job.endswith("-float32")] == [f"{name}-float32" for name in order[:5]]
     assert [row.job for row in families if row.left_out == "refused"] == [f"{refused}-float32"]
     halves = [row for row in families if row.job.endswith("-bfloat16")]
@@ -158,7 +163,9 @@ def test_a_job_that_is_not_known(capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("llama", "llama-int8", "no_family-float32"):
         with pytest.raises(SystemExit):
             main(["HEAD", "--jobs", name])
-        assert f"unknown job {name}: demo, or a family and a dtype" in capsys.readouterr().err
+        printed = " ".join(capsys.readouterr().err.split())
+        assert f"unknown job {name}: demo, llama-float32," in printed
+        assert "two-ranks, latents, encoder-decoder, hooked-module, or a family and a dtype" in printed
 
 
 def test_a_revision_that_is_not_there(capfd: pytest.CaptureFixture[str]) -> None:
