@@ -8,14 +8,13 @@
 The jobs: the demo, as configs/demo.yaml has it; a tiny Llama in fp32, bf16 and fp16; the other kinds of runs that
 tests/golden has (adapters, Muon, preferences, ranks, a hooked module, ...), and an encoder-decoder; and tiny models of
 families that docs/families.md calls equal, drawn by the seed, each in fp32 and in bf16. A family that BEFORE refuses is
-left out, and
-another one is drawn. The bf16 run of a family of which transformers keeps parameters in fp32 is left out too: revisions
-before 60e6440 trained them in bf16.
+left out, and another one is drawn. The bf16 run of a family of which transformers keeps parameters in fp32 is left out
+too: revisions before 60e6440 trained them in bf16.
 
 Of each job it compares the hash of every tensor of the export, the hash of every field that the store has of each
-parameter (compute weights, fp32 master, both moments), and the losses and norms of all steps. It prints a line for each
-job. Exit code 1 if anything differs, or if a job fails; 125 if a revision cannot be installed, which `git bisect` takes
-for one to skip:
+parameter (compute weights, fp32 master, both moments; not where ranks share the state), and the losses and norms of all
+steps. It prints a line for each job. Exit code 1 if anything differs, or if a job fails; 125 if a revision cannot be
+installed, which `git bisect` takes for one to skip:
 
     git bisect start --no-checkout BAD GOOD
     git bisect run .venv/bin/python -m scripts.compare_revisions GOOD BISECT_HEAD --jobs demo
@@ -343,7 +342,8 @@ def run(revision: Revision, job: Job, folder: Path) -> Outcome:
         raise RuntimeError(f"{revision.name}: other code ran: {', '.join(result['origins'])}")
     if job.loop is not None:
         return Outcome(steps=result["steps"], tensors=result["fields"], fields=result["fields"])
-    return Outcome(steps=_steps(folder / "out"), tensors=tensor_hashes(folder / "out"), fields=result["fields"])
+    tensors = tensor_hashes(folder / "out")
+    return Outcome(steps=_steps(folder / "out"), tensors=tensors, fields=result.get("fields", tensors))
 
 
 def _error_of(text: str) -> str:

@@ -3,7 +3,9 @@
     python -P scripts/revision_run.py found.json run.yaml NUM_RANKS
     python -P scripts/revision_run.py found.json loop.py STORE
 
-The second form trains a hooked module by its own loop, as tests/golden/loop.py has one, in a new store.
+Of several ranks, none of whose stores has everything, no values are read. The second form trains a hooked module by its
+own loop, as tests/golden/loop.py has one, in a new store.
+
 `scripts/compare_revisions.py` runs this file with the interpreter of an older or newer revision of Ratel, whose own
 code trains and reads the store, since formats differ between revisions. So it imports nothing of the repository but
 that revision's package, and only what revisions have in common but for a module's place and a field's size.
@@ -36,7 +38,7 @@ def main(found: Path, trained: Path, argument: str) -> int:
         code, result = 0, trained_by_loop(trained, Path(argument))
     else:
         code = ratel(["finetune", str(trained), *(["--ranks", argument] if argument != "1" else [])])
-        result = {"fields": stored_values(trained)} if code == 0 else {}
+        result = {"fields": stored_values(trained)} if code == 0 and argument == "1" else {}
     if code == 0:
         origins = [str(ratel_cli.__file__), str(_native.__file__)]
         found.write_text(json.dumps({"origins": origins, **result}), encoding="utf-8")
