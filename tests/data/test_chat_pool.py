@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -30,7 +31,11 @@ def _chat_children() -> None:
 
 def _children() -> set[str]:
     """The processes that this one has started, in any thread."""
-    return {child for task in Path("/proc/self/task").iterdir() for child in (task / "children").read_text().split()}
+    found = set[str]()
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has just ended
+            found |= {*(task / "children").read_text().split()}
+    return found
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-import sysconfig
 from pathlib import Path
 
 import pytest
@@ -66,7 +65,8 @@ def test_a_new_figure_is_in_every_output(tmp_path: Path) -> None:
     patched_package(tmp_path / "patched")
     # Without `site` nothing leads to the package that is installed, as the finder of an editable install would.
     command = [sys.executable, "-S", "-B", "-m", "tests.report.everywhere", str(tmp_path)]
-    variables = {**os.environ, "PYTHONPATH": sysconfig.get_path("purelib")}
+    found = os.pathsep.join(place for place in sys.path if place and Path(place) != PACKAGE.parent)
+    variables = {**os.environ, "PYTHONPATH": found}
     ended = subprocess.run(command, cwd=tmp_path / "patched", env=variables, check=True, capture_output=True, text=True)
     found = json.loads(ended.stdout)
     assert [json.loads(line)["padding"] for line in found["lines of metrics"]] == [0.375] * 4

@@ -202,7 +202,7 @@ def test_the_benchmark_of_a_gpu_needs_a_gpu() -> None:
     assert "PyTorch finds no CUDA device" in refused.stderr and "Traceback" not in refused.stderr
 
 
-@pytest.mark.full
+@pytest.mark.nightly
 @in_real_time
 def test_what_ranks_exchange_lies_under_computing(tmp_path: Path) -> None:
     """Next to one rank, where blocks take long enough to compute."""

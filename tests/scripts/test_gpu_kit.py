@@ -243,13 +243,11 @@ def test_set_up_takes_the_kernels_that_are_there(tmp_path: Path, monkeypatch: py
 @pytest.mark.full
 @pytest.mark.timeout(1200)
 @pytest.mark.skipif(has_gpu(), reason="there is a GPU: the kit itself runs on it")
-def test_parts_run_on_the_simulated_gpu(tmp_path: Path) -> None:
-    lines, parts = run_kit(tmp_path, "machine", "yardstick", "quantised")
+def test_a_part_runs_on_the_simulated_gpu(tmp_path: Path) -> None:
+    lines, parts = run_kit(tmp_path, "machine", "yardstick")
     assert lines[0].startswith("machine    simulated GPU; Python")
-    assert not any(found["failures"] for found in parts.values())
-    assert not any(found["left_out"] for found in parts.values())
+    assert not any(found["failures"] or found["left_out"] for found in parts.values())
     assert set(parts["yardstick"]["results"]) == {"product", "layer of tiny-qwen3", "layer of tiny"}
-    assert {"NF4", "int8", "int4", "MXFP4"} <= set(parts["quantised"]["results"])
 
 
 @pytest.mark.nightly
@@ -259,6 +257,7 @@ def test_the_whole_kit_runs_on_the_simulated_gpu(tmp_path: Path) -> None:
     lines, parts = run_kit(tmp_path, *(part.name for part in PARTS))
     assert len(lines) <= MOST_LINES
     assert set(parts) == {part.name for part in PARTS}
+    assert {"NF4", "int8", "int4", "MXFP4"} <= set(parts["quantised"]["results"])
     assert not any(found["failures"] for found in parts.values())
     left_out = {name for found in parts.values() for name in found["left_out"]}
     assert all(name.startswith(("by lengths", "cuDNN", "compiled", "Liger")) for name in left_out)

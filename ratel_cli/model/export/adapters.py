@@ -397,9 +397,10 @@ def drawn_adapter(plain: PreTrainedModel, settings: AdapterSettings, *, seed: in
 
 def _hollow_out(model: nn.Module) -> None:
     """Give the model parameters on the CPU that have shapes and take no memory: PEFT draws its own where the base's
-    are."""
+    are. What modules share they share afterwards."""
+    hollow = dict[nn.Parameter, nn.Parameter]()
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                hollow = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
-                module._parameters[name] = nn.Parameter(hollow, requires_grad=False)
+                shape = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
+                module._parameters[name] = hollow.setdefault(parameter, nn.Parameter(shape, requires_grad=False))
