@@ -69,7 +69,7 @@ KINDS: Mapping[str, Golden] = {
 _FIXED = (DEMO, *(f"llama-{dtype}" for dtype in DTYPES), *KINDS, HOOKED)
 _RUN = ROOT / "scripts" / "revision_run.py"
 _LOOP = ROOT / "tests" / "golden" / "loop.py"
-_SECONDS = 600
+_SECONDS = 1800
 """A job that takes longer has failed."""
 _NAMED = 3
 """The most differences of one kind that a line names."""
