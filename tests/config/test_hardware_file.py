@@ -55,52 +55,56 @@ def test_the_example_is_valid(tmp_path: Path) -> None:
     assert read_hardware_file(path).nvme.free_bytes == 10**12
 
 
-@pytest.mark.parametrize(
-    ("number", "line", "error"),
-    [
-        (2, "  name: ''", "2:9: `gpu.name` must not be empty"),
-        (2, "  name: 4090", "2:9: `gpu.name` must be text, not 4090 | put it in quotes"),
-        (3, "  memory_bytes: 24 GB/s", "3:17: `gpu.memory_bytes` must be a size like 24GiB, 500GB or 1e12"),
-        (3, "  memory_bytes: 1.5", "3:17: `gpu.memory_bytes` must be a whole number, not 1.5"),
-        (3, "  memory_bytes: -1", "3:17: `gpu.memory_bytes` must be at least 0, not -1"),
-        (3, "  memory_bytes: true", "3:17: `gpu.memory_bytes` must be a whole number, not true"),
-        (3, "  memory_bytes:", "3:3: `gpu.memory_bytes` has no value"),
-        (4, "  flops_per_second: 0", "4:21: `gpu.flops_per_second` must be more than 0, not 0"),
-        (4, "  flops_per_second: .inf", "4:21: `gpu.flops_per_second` must be a finite number, not inf"),
-        (4, "  flops_per_second: fast", "4:21: `gpu.flops_per_second` must be a number, not 'fast'"),
-        (5, "lnk:", "5:1: unknown key `lnk` | did you mean `link`?"),
-        (9, "  num_devices: 0", "9:16: `nvme.num_devices` must be at least 1, not 0"),
-        (9, "  num_device: 2", "9:3: unknown key `num_device` in `nvme` | did you mean `num_devices`?"),
-        (9, "  zzz: 2", "9:3: unknown key `zzz` in `nvme`"),
-        (9, "  # nothing", "10:3: `nvme` needs `num_devices`, or `paths`"),
-        (9, "  weights: [1]", "9:3: `weights` has 1 entries, but `paths` has 0"),
-        (9, "  paths: /a", "9:10: `nvme.paths` must be a list, not '/a' | write [/a]"),
-        (9, "  paths: [/a, 7]", "9:15: `nvme.paths.1` must be text, not 7 | put it in quotes"),
-        (10, "  read_bytes_per_second: 6GB", f"10:26: `nvme.read_bytes_per_second` {RATE}"),
-        (10, "  read_bytes_per_second: 6GB/h", f"10:26: `nvme.read_bytes_per_second` {RATE}"),
-        (10, f"  read_bytes_per_second: '1{'0' * 400}/s'", f"10:26: `nvme.read_bytes_per_second` {RATE}"),
-        (10, "  read_bytes_per_second: 0/s", "10:26: `nvme.read_bytes_per_second` must be more than 0, not 0.0"),
-        (15, "  available_bytes: 65GiB", "15:3: `available_bytes` is more than `memory_bytes`"),
-        (16, "", "14:3: `host.adam_parameters_per_second` is missing"),
-        (16, "format_version: 2", "16:17: `format_version` must be `1`, not 2"),
-    ],
-)
-def test_wrong_values(complain: Complain, number: int, line: str, error: str) -> None:
+WRONG_LINES = [
+    (2, "  name: ''", "2:9: `gpu.name` must not be empty"),
+    (2, "  name: 4090", "2:9: `gpu.name` must be text, not 4090 | put it in quotes"),
+    (3, "  memory_bytes: 24 GB/s", "3:17: `gpu.memory_bytes` must be a size like 24GiB, 500GB or 1e12"),
+    (3, "  memory_bytes: 1.5", "3:17: `gpu.memory_bytes` must be a whole number, not 1.5"),
+    (3, "  memory_bytes: -1", "3:17: `gpu.memory_bytes` must be at least 0, not -1"),
+    (3, "  memory_bytes: true", "3:17: `gpu.memory_bytes` must be a whole number, not true"),
+    (3, "  memory_bytes:", "3:3: `gpu.memory_bytes` has no value"),
+    (4, "  flops_per_second: 0", "4:21: `gpu.flops_per_second` must be more than 0, not 0"),
+    (4, "  flops_per_second: .inf", "4:21: `gpu.flops_per_second` must be a finite number, not inf"),
+    (4, "  flops_per_second: fast", "4:21: `gpu.flops_per_second` must be a number, not 'fast'"),
+    (5, "lnk:", "5:1: unknown key `lnk` | did you mean `link`?"),
+    (9, "  num_devices: 0", "9:16: `nvme.num_devices` must be at least 1, not 0"),
+    (9, "  num_device: 2", "9:3: unknown key `num_device` in `nvme` | did you mean `num_devices`?"),
+    (9, "  zzz: 2", "9:3: unknown key `zzz` in `nvme`"),
+    (9, "  # nothing", "10:3: `nvme` needs `num_devices`, or `paths`"),
+    (9, "  weights: [1]", "9:3: `weights` has 1 entries, but `paths` has 0"),
+    (9, "  paths: /a", "9:10: `nvme.paths` must be a list, not '/a' | write [/a]"),
+    (9, "  paths: [/a, 7]", "9:15: `nvme.paths.1` must be text, not 7 | put it in quotes"),
+    (10, "  read_bytes_per_second: 6GB", f"10:26: `nvme.read_bytes_per_second` {RATE}"),
+    (10, "  read_bytes_per_second: 6GB/h", f"10:26: `nvme.read_bytes_per_second` {RATE}"),
+    (10, f"  read_bytes_per_second: '1{'0' * 400}/s'", f"10:26: `nvme.read_bytes_per_second` {RATE}"),
+    (10, "  read_bytes_per_second: 0/s", "10:26: `nvme.read_bytes_per_second` must be more than 0, not 0.0"),
+    (15, "  available_bytes: 65GiB", "15:3: `available_bytes` is more than `memory_bytes`"),
+    (16, "", "14:3: `host.adam_parameters_per_second` is missing"),
+    (16, "format_version: 2", "16:17: `format_version` must be `1`, not 2"),
+]
+"""The number of a line, another line in its place, and the error with its place."""
+WRONG_FILES = [
+    ("", "hw.yaml:1:1: the file is empty"),
+    ("- 1\n", "hw.yaml:1:1: a hardware file consists of `key: value` lines"),
+    ("gpu: {\n", "hw.yaml:2:1: not valid YAML: the text ends too early"),
+    ("#" * (MAX_TEXT_BYTES + 1), "hw.yaml: larger than 256 KiB; this is not a hardware file"),
+    (LINES.replace("name: a GPU", "name: !!binary aGk="), "hw.yaml:2:9: the tag '!!binary' is not allowed here"),
+]
+
+
+def with_line(number: int, line: str) -> str:
+    """The healthy file with another line."""
     lines = LINES.splitlines()
     lines[number - 1] = line
-    assert f"hw.yaml:{error}" in complain("\n".join(lines))
+    return "\n".join(lines)
 
 
-@pytest.mark.parametrize(
-    ("text", "error"),
-    [
-        ("", "hw.yaml:1:1: the file is empty"),
-        ("- 1\n", "hw.yaml:1:1: a hardware file consists of `key: value` lines"),
-        ("gpu: {\n", "hw.yaml:2:1: not valid YAML: the text ends too early"),
-        ("#" * (MAX_TEXT_BYTES + 1), "hw.yaml: larger than 256 KiB; this is not a hardware file"),
-        (LINES.replace("name: a GPU", "name: !!binary aGk="), "hw.yaml:2:9: the tag '!!binary' is not allowed here"),
-    ],
-)
+@pytest.mark.parametrize(("number", "line", "error"), WRONG_LINES)
+def test_wrong_values(complain: Complain, number: int, line: str, error: str) -> None:
+    assert f"hw.yaml:{error}" in complain(with_line(number, line))
+
+
+@pytest.mark.parametrize(("text", "error"), WRONG_FILES)
 def test_wrong_files(complain: Complain, text: str, error: str) -> None:
     [only] = complain(text)
     assert only.split(" | ")[0] == error

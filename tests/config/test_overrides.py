@@ -87,35 +87,36 @@ def test_an_argument_replaces_the_key_that_decides_the_same(load: Load) -> None:
     assert load(MINIMAL + "num_epochs: 3\n", "max_steps=null").config.num_epochs == 3
 
 
-@pytest.mark.parametrize(
-    ("argument", "error"),
-    [
-        ("foo", "not a `key=value` argument | write key=value, for example learning_rate=1e-4"),
-        ("=3", "not a `key=value` argument | write key=value, for example learning_rate=1e-4"),
-        ("a..b=3", "not a `key=value` argument | write key=value, for example learning_rate=1e-4"),
-        (".=3", "not a `key=value` argument | write key=value, for example learning_rate=1e-4"),
-        ("sed=3", "unknown key `sed` | did you mean `seed`?"),
-        ("sedd=3", "unknown key `sedd` | did you mean `seed`?"),
-        ("x.y=3", "unknown key `x`"),
-        ("seed.x=3", "`seed` has no keys"),
-        ("storage.engine.x=3", "`storage.engine` has no keys"),
-        ("storage.snapshot.path.x=3", "`storage.snapshot.path` has no keys"),
-        ("storage.engin=threads", "unknown key `engin` in `storage` | did you mean `engine`?"),
-        ("storage.engine=io", "`storage.engine` must be `auto`, `io_uring` or `threads`, not 'io'"),
-        ("seed=x", "`seed` must be a whole number, not 'x'"),
-        ("datasets.x=x", "`x` is not the number of a dataset | datasets are numbered from 0: datasets.0.path=a.jsonl"),
-        ("datasets.2.path=x", "there is no dataset 2; the config has 2, numbered from 0"),
-        ("datasets.99999999999.path=x", "there is no dataset 99999999999; the config has 2, numbered from 0"),
-        ("datasets.0.path.x=x", "`datasets.0.path` has no keys"),
-        ("datasets.0.max_samples=0", "`datasets.0.max_samples` must be at least 1, not 0"),
-        ("datasets.0=3", "`datasets.0` must be a mapping (`key: value` lines), not 3"),
-        ("seed=[1", "not valid YAML: the text ends too early | close every quote and bracket"),
-        ("seed='a' b", "not valid YAML: expected '<document start>', but found '<scalar>'"),
-        ("seed={a: 1, a: 2}", None),
-        ("base_model=a\x1b", "the character U+001B is not allowed in YAML"),
-        ("base_model=a\udc80", "the character U+DC80 is not allowed in YAML"),
-    ],
-)  # fmt: skip
+ERRORS: list[tuple[str, str | None]] = [
+    ("foo", "not a `key=value` argument | write key=value, for example learning_rate=1e-4"),
+    ("=3", "not a `key=value` argument | write key=value, for example learning_rate=1e-4"),
+    ("a..b=3", "not a `key=value` argument | write key=value, for example learning_rate=1e-4"),
+    (".=3", "not a `key=value` argument | write key=value, for example learning_rate=1e-4"),
+    ("sed=3", "unknown key `sed` | did you mean `seed`?"),
+    ("sedd=3", "unknown key `sedd` | did you mean `seed`?"),
+    ("x.y=3", "unknown key `x`"),
+    ("seed.x=3", "`seed` has no keys"),
+    ("storage.engine.x=3", "`storage.engine` has no keys"),
+    ("storage.snapshot.path.x=3", "`storage.snapshot.path` has no keys"),
+    ("storage.engin=threads", "unknown key `engin` in `storage` | did you mean `engine`?"),
+    ("storage.engine=io", "`storage.engine` must be `auto`, `io_uring` or `threads`, not 'io'"),
+    ("seed=x", "`seed` must be a whole number, not 'x'"),
+    ("datasets.x=x", "`x` is not the number of a dataset | datasets are numbered from 0: datasets.0.path=a.jsonl"),
+    ("datasets.2.path=x", "there is no dataset 2; the config has 2, numbered from 0"),
+    ("datasets.99999999999.path=x", "there is no dataset 99999999999; the config has 2, numbered from 0"),
+    ("datasets.0.path.x=x", "`datasets.0.path` has no keys"),
+    ("datasets.0.max_samples=0", "`datasets.0.max_samples` must be at least 1, not 0"),
+    ("datasets.0=3", "`datasets.0` must be a mapping (`key: value` lines), not 3"),
+    ("seed=[1", "not valid YAML: the text ends too early | close every quote and bracket"),
+    ("seed='a' b", "not valid YAML: expected '<document start>', but found '<scalar>'"),
+    ("seed={a: 1, a: 2}", None),
+    ("base_model=a\x1b", "the character U+001B is not allowed in YAML"),
+    ("base_model=a\udc80", "the character U+DC80 is not allowed in YAML"),
+]
+"""Arguments for the config above, and what is wrong with each. None: what PyYAML says."""
+
+
+@pytest.mark.parametrize(("argument", "error"), ERRORS)
 def test_errors_name_the_argument(complain: Complain, argument: str, error: str | None) -> None:
     errors = complain(NESTED, argument)
     assert all(each.startswith(f"argument '{argument}': ") for each in errors)

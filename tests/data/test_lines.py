@@ -39,21 +39,22 @@ def _reasons(path: Path) -> list[str]:
     return [str(item) for item in read_json_lines(path, "f") if isinstance(item, Reject)]
 
 
-@pytest.mark.parametrize(
-    ("line", "reason"),
-    [
-        (b'{"text": "a"', "f:2: not JSON: Expecting ',' delimiter at column 13"),
-        (b"hello", "f:2: not JSON: Expecting value at column 1"),
-        (b'{"text": "a\0"}', "f:2: a NUL byte at column 12"),
-        (b'{"text": "\xff"}', "f:2: not UTF-8: byte 0xff at column 11"),
-        (b'["a"]', "f:2: a row must be an object, not an array"),
-        (b"null", "f:2: a row must be an object, not null"),
-        (b"true", "f:2: a row must be an object, not a boolean"),
-        (b'"a"', "f:2: a row must be an object, not text"),
-        (b"[" * 100_000, "f:2: not usable JSON: "),
-        (b'{"text": ' + b"1" * 5000 + b"}", "f:2: not usable JSON: "),
-    ],
-)
+BAD_LINES = [
+    (b'{"text": "a"', "f:2: not JSON: Expecting ',' delimiter at column 13"),
+    (b"hello", "f:2: not JSON: Expecting value at column 1"),
+    (b'{"text": "a\0"}', "f:2: a NUL byte at column 12"),
+    (b'{"text": "\xff"}', "f:2: not UTF-8: byte 0xff at column 11"),
+    (b'["a"]', "f:2: a row must be an object, not an array"),
+    (b"null", "f:2: a row must be an object, not null"),
+    (b"true", "f:2: a row must be an object, not a boolean"),
+    (b'"a"', "f:2: a row must be an object, not text"),
+    (b"[" * 100_000, "f:2: not usable JSON: "),
+    (b'{"text": ' + b"1" * 5000 + b"}", "f:2: not usable JSON: "),
+]
+"""Lines, and the reasons for which each is rejected as line 2 of a file `f`."""
+
+
+@pytest.mark.parametrize(("line", "reason"), BAD_LINES)
 def test_a_bad_line_costs_itself_only(tmp_path: Path, line: bytes, reason: str) -> None:
     path = _file(tmp_path, b'{"n": 1}\n' + line + b'\n{"n": 3}\n')
     items = list(read_json_lines(path, "f"))
@@ -176,17 +177,17 @@ def test_values_of_a_json_array_that_are_no_objects_are_rejected(tmp_path: Path)
     ]
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b'[{"n": 1}, {"n"', "f:1: not JSON"),
-        (b'[{"n": 1},\n{"n": x}]', "f:2: not JSON"),
-        (b'[{"n": 1}', "f:1: the file ends inside the array"),
-        (b'[{"n": 1} {"n": 2}]', "f:1: a comma or ] is missing"),
-        (b'[{"n": 1}]\n{"n": 2}', "f:2: text after the end of the array"),
-        (b'[{"n": "\xff"}]', "f:1: not UTF-8"),
-    ],
-)
+BROKEN_JSON = [
+    (b'[{"n": 1}, {"n"', "f:1: not JSON"),
+    (b'[{"n": 1},\n{"n": x}]', "f:2: not JSON"),
+    (b'[{"n": 1}', "f:1: the file ends inside the array"),
+    (b'[{"n": 1} {"n": 2}]', "f:1: a comma or ] is missing"),
+    (b'[{"n": 1}]\n{"n": 2}', "f:2: text after the end of the array"),
+    (b'[{"n": "\xff"}]', "f:1: not UTF-8"),
+]
+
+
+@pytest.mark.parametrize(("content", "message"), BROKEN_JSON)
 def test_a_broken_json_file_ends_the_run(tmp_path: Path, content: bytes, message: str) -> None:
     with pytest.raises(BadInput) as caught:
         list(read_json(_file(tmp_path, content, "f.json"), "f"))

@@ -21,7 +21,6 @@ class RunFiles:
     directory: Path
     """The case's own directory."""
     healthy_base: Path
-    healthy_hardware: Path
     settings: dict[str, object]
     """The keys of the config."""
     text: bytes | None = None

@@ -1,125 +1,45 @@
-"""Malformed training data: bad lines, bad columns, and files without rows."""
+"""Malformed training data: bad lines and rows, those of the tests of `tests/data`, and files without rows."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping
 
 from ratel_cli.data.files.lines import MAX_ROW_BYTES
+from tests.data.test_formats import ALPACA, CHAT, REASONS, TEXT, TOKENS
+from tests.data.test_lines import BAD_LINES, BROKEN_JSON
 from tests.inputs.cases import MalformedInput, RunFiles, no_line
 
 _HEALTHY = b'{"text": "What is a list?"}\n'
-_LINES = {
-    b'{"text": "a"': r"not JSON: Expecting ',' delimiter at column 13",
-    b"{'text': 'a'}": "not JSON: .* at column 2",
-    b'{"text": "a",}': "not JSON",
-    b'{"text": "a"} {"text": "b"}': "not JSON: Extra data",
-    b'{"text": "a\tb"}': "not JSON: Invalid control character",
-    b'{"text": "a\x1b[2J"}': "not JSON: Invalid control character",
-    b'{"text": "\\x41"}': "not JSON: Invalid",
-    b'{"text": "a\0"}': "a NUL byte at column 12",
-    b"\0" * 100: "a NUL byte at column 1",
-    b'{"text": "\xff"}': "not UTF-8: byte 0xff at column 11",
-    b'{"text": "caf\xe9"}': "not UTF-8: byte 0xe9 at column 14",
-    '{"text": "a"}'.encode("utf-16-le"): "a NUL byte",
-    b'\xef\xbb\xbf{"text": "a"}': "not JSON",
-    b"hello": "not JSON: Expecting value at column 1",
-    b"text: hello": "not JSON",
-    b"text,label": "not JSON",
-    b"<html>": "not JSON",
-    b"# comment": "not JSON",
-    b"{": "not JSON",
-    b"}": "not JSON",
-    b'"a"': "a row must be an object, not text",
-    b'["a"]': "a row must be an object, not an array",
-    b"7": "a row must be an object, not a number",
-    b"NaN": "a row must be an object, not a number",
-    b"null": "a row must be an object, not null",
-    b"true": "a row must be an object, not a boolean",
-    b"{}": "the field 'text' is missing",
-    b'{"Text": "a"}': "the field 'text' is missing",
-    b'{"text": null}': "'text' must be text, not null",
-    b'{"text": 7}': "'text' must be text, not a number",
-    b'{"text": ["a"]}': "'text' must be text, not an array",
-    b'{"text": {"a": "b"}}': "'text' must be text, not an object",
-    b'{"text": true}': "'text' must be text, not a boolean",
-    b'{"text": ""}': "the text to train on is empty",
-    b'{"text": " \\n\\t "}': "the text to train on is empty",
-    b'{"text": "\\ud800"}': "half of a surrogate pair",
-    b'{"text": "a", "text": 7}': "'text' must be text, not a number",
-    b"[" * 100_000: "not usable JSON",
-    b'{"text": ' + b"1" * 5_000 + b"}": "not usable JSON",
-    b'{"text": "' + b"a" * (MAX_ROW_BYTES + 1) + b'"}': f"the line is longer than {MAX_ROW_BYTES} bytes",
+_TYPES = ((TEXT, "completion"), (ALPACA, "alpaca"), (CHAT, "chat_template"), (TOKENS, "tokens"))
+_UNUSABLE = {
+    '{"input_ids": []}': "the row has no tokens",
+    '{"input_ids": [1, 1000000]}': "'input_ids' contains 1000000; the tokenizer has ids 0 to",
+    '{"input_ids": [1, 2, 3], "labels": [-100, -100, -100]}': "all masked: no token has loss",
 }
-_COLUMNS: dict[str, dict[str, str]] = {
-    "alpaca": {
-        '{"instruction": "a"}': "the field 'output' is missing",
-        '{"output": "a"}': "the field 'instruction' is missing",
-        '{"instruction": 7, "output": "a"}': "'instruction' must be text",
-        '{"instruction": "a", "output": null}': "'output' must be text",
-        '{"instruction": "a", "output": "b", "input": 7}': "'input' must be text",
-        '{"instruction": "a", "output": ""}': "the text to train on is empty",
-    },
-    "chat_template": {
-        "{}": "the field 'messages' is missing",
-        '{"messages": null}': "'messages' must be an array of messages, not null",
-        '{"messages": "a"}': "'messages' must be an array of messages, not text",
-        '{"messages": []}': "the conversation has no messages",
-        '{"messages": [7]}': "message 1 must be an object, not a number",
-        '{"messages": [{"role": "user"}]}': "message 1 has no content",
-        '{"messages": [{"content": "a"}]}': "message 1 has no role",
-        '{"messages": [{"role": 7, "content": "a"}]}': "'role of message 1' must be text",
-        '{"messages": [{"role": "user", "content": 7}]}': "'content of message 1' must be text",
-        '{"messages": [{"role": "user", "content": ["a"]}]}': "part 1 of the content of message 1 must be an object",
-        '{"messages": [{"role": "user", "content": "\\udfff"}]}': "half of a surrogate pair",
-        '{"messages": [{"role": "user", "content": "a"}], "tools": 7}': "'tools' must be an array",
-        '{"conversations": [{"from": 7, "value": "a"}]}': "'role of message 1' must be text",
-        '{"conversations": [{"from": "human"}]}': "message 1 has no content",
-        '{"question": "a"}': "the field 'messages' is missing",
-    },
-    "tokens": {
-        "{}": "the field 'input_ids' is missing",
-        '{"input_ids": "1 2"}': "'input_ids' must be an array of token ids",
-        '{"input_ids": []}': "the row has no tokens",
-        '{"input_ids": [1]}': "all masked: no token has loss",
-        '{"input_ids": [1.5, 2]}': "must contain only whole numbers",
-        '{"input_ids": [true, 2]}': "must contain only whole numbers",
-        '{"input_ids": [[1], 2]}': "must contain only whole numbers",
-        '{"input_ids": [1, null]}': "must contain only whole numbers",
-        '{"input_ids": [1, -1]}': "'input_ids' contains -1; the tokenizer has ids 0 to",
-        '{"input_ids": [1, 1000000]}': "'input_ids' contains 1000000; the tokenizer has ids 0 to",
-        '{"input_ids": [1, 99999999999999999999]}': "contains a number that cannot be a token id",
-        '{"input_ids": [1, 2], "labels": [1]}': "'labels' and 'input_ids' have different lengths, 1 and 2",
-        '{"input_ids": [1, 2], "labels": "x"}': "'labels' must be an array of token ids",
-        '{"input_ids": [1, 2], "labels": [1, -5]}': "'labels' contains -5",
-        '{"input_ids": [1, 2, 3], "labels": [-100, -100, -100]}': "all masked: no token has loss",
-    },
-}
-_JSON = {
-    b'[{"text": "a"}, {"text"': ":1: not JSON",
-    b'[{"text": "a"},\n{"text": x}]': ":2: not JSON",
-    b'[{"text": "a"}': ":1: the file ends inside the array",
-    b'[{"text": "a"} {"text": "b"}]': ":1: a comma or ] is missing",
-    b'[{"text": "a"}]\n{"text": "b"}': ":2: text after the end of the array",
-    b'[{"text": "\xff"}]': ":1: not UTF-8",
-    b"[" * 10_000: ":1: not (usable )?JSON",
-    b'[{"text": ' + b"1" * 5_000 + b"}]": ":1: not usable JSON",
-    b'[7, {"text": "a"}]': ":1: a row must be an object, not a number",
-    b'\n\n["a"]': ":3: a row must be an object, not text",
-    b"[]": "no samples: no rows were read from",
-    b"7": ":1: a row must be an object, not a number",
-}
+"""Of tokens, what is found when they are encoded."""
 
 
 def cases() -> Iterator[MalformedInput]:
-    for number, (line, message) in enumerate(_LINES.items()):
-        yield _line(f"{number}, {line[:40]!r}", line, message)
-    for kind, rows in _COLUMNS.items():
-        for row, message in rows.items():
-            yield _only(f"of type {kind}, {row}", row.encode() + b"\n", message, type=kind)
-    for number, (content, message) in enumerate(_JSON.items()):
-        yield _file(f"JSON {number}, {content[:40]!r}", "rows.json", content, f"rows.json{message}|{message}")
+    too_long = b'{"text": "' + b"a" * (MAX_ROW_BYTES + 1) + b'"}'
+    lines = [
+        *BAD_LINES,
+        (b"<html>", "f:2: not JSON"),
+        (too_long, f"f:2: the line is longer than {MAX_ROW_BYTES} bytes"),
+    ]
+    for number, (line, reason) in enumerate(lines):
+        yield _line(f"{number}, {line[:40]!r}", line, re.escape(reason.partition(" ")[2]))
+    for number, (row_format, record, reason) in enumerate(REASONS):
+        for each, kind in _TYPES:
+            if each == row_format:
+                yield _only(f"of type {kind}, {number}", json.dumps(record), re.escape(reason), type=kind)
+    for row, reason in _UNUSABLE.items():
+        yield _only(f"of type tokens, {row}", row, reason, type="tokens")
+    for number, (content, message) in enumerate(BROKEN_JSON):
+        yield _file(f"JSON, {number}", "rows.json", content, f"rows.json{re.escape(message.removeprefix('f'))}")
+    yield _file("JSON of no objects", "rows.json", b'\n\n["a"]', "rows.json:3: a row must be an object, not text")
     yield from _files()
     yield from _places()
 
@@ -134,11 +54,11 @@ def _line(name: str, line: bytes, message: str) -> MalformedInput:
     return MalformedInput(name=f"line {name}", damage=damage, message=message)
 
 
-def _only(name: str, content: bytes, message: str, **keys: object) -> MalformedInput:
+def _only(name: str, row: str, message: str, **keys: object) -> MalformedInput:
     """A bad line that is the only line of the file."""
 
     def damage(inputs: RunFiles) -> int:
-        inputs.data(content, **keys)  # type: ignore[arg-type]
+        inputs.data(f"{row}\n".encode(), **keys)  # type: ignore[arg-type]
         return 1
 
     return MalformedInput(name=f"row {name}", damage=damage, message=message)

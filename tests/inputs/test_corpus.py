@@ -14,6 +14,7 @@ import os
 import re
 import time
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -21,57 +22,15 @@ import yaml
 
 from ratel_cli.cli.app import main
 from ratel_cli.model.files.marker import MARKER_NAME
+from tests.config.test_hardware_file import LINES
 from tests.e2e.runs import CHAT, output_of, store_of, succeed, write_config
-from tests.inputs import (
-    argument_cases,
-    hardware_cases,
-    index_cases,
-    model_config_cases,
-    row_cases,
-    safetensors_cases,
-    template_cases,
-    tokenizer_cases,
-    yaml_cases,
-)
 from tests.inputs.cases import MalformedInput, RunFiles
 from tests.tiers import sample_kinds
 
-CORPUS = [
-    case
-    for kind in (
-        yaml_cases,
-        argument_cases,
-        hardware_cases,
-        model_config_cases,
-        tokenizer_cases,
-        safetensors_cases,
-        index_cases,
-        row_cases,
-        template_cases,
-    )
-    for case in kind.cases()
+KINDS = "yaml argument hardware model_config tokenizer safetensors index row template"
+CORPUS: list[MalformedInput] = [
+    case for kind in KINDS.split() for case in import_module(f"tests.inputs.{kind}_cases").cases()
 ]
-HARDWARE = """\
-gpu:
-  name: a GPU
-  memory_bytes: 24GiB
-  flops_per_second: 165e12
-  memory_bytes_per_second: 1e12
-link:
-  to_gpu_bytes_per_second: 22.6GB/s
-  from_gpu_bytes_per_second: 21e9
-nvme:
-  num_devices: 2
-  read_bytes_per_second: 6.5GB/s
-  write_bytes_per_second: 3.4GB/s
-  free_bytes: 4e12
-host:
-  memory_bytes: 768GiB
-  available_bytes: 64GiB
-  adam_parameters_per_second: 1e10
-  memory_bytes_per_second: 300e9
-  num_cores: 52
-"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,8 +38,6 @@ class FinishedRun:
     """The healthy run."""
 
     config: Path
-    base: Path
-    hardware: Path
 
     def result(self) -> dict[str, object]:
         """Every file of its store and its model: when it was written, and the hash of its content. Of the marker its
@@ -101,20 +58,13 @@ def finished(tmp_path_factory: pytest.TempPathFactory, base: Path, rows: Path) -
     directory = tmp_path_factory.mktemp("finished")
     config = write_config(directory, base=base, rows=rows, data_type=CHAT, max_steps=1)
     succeed(config)
-    hardware = directory / "hardware.yaml"
-    hardware.write_text(HARDWARE)
-    return FinishedRun(config=config, base=base, hardware=hardware)
+    return FinishedRun(config=config)
 
 
 @pytest.fixture
-def inputs(tmp_path: Path, finished: FinishedRun) -> RunFiles:
+def inputs(tmp_path: Path, finished: FinishedRun, base: Path) -> RunFiles:
     """The inputs of the finished run, in a directory of the case's own."""
-    return RunFiles(
-        directory=tmp_path,
-        healthy_base=finished.base,
-        healthy_hardware=finished.hardware,
-        settings=yaml.safe_load(finished.config.read_text()),
-    )
+    return RunFiles(directory=tmp_path, healthy_base=base, settings=yaml.safe_load(finished.config.read_text()))
 
 
 def test_the_corpus_is_large() -> None:
@@ -129,7 +79,7 @@ def test_healthy_inputs_are_accepted(inputs: RunFiles, finished: FinishedRun) ->
     before = finished.result()
     inputs.arguments = ["--resume", "auto", "--dry-run"]
     assert ask(inputs.command_line())[:1] == (0,)
-    inputs.plan_for(finished.hardware.read_bytes())
+    inputs.plan_for(LINES.encode())
     assert ask(inputs.command_line())[:1] == (0,)
     assert finished.result() == before
 

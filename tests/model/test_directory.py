@@ -34,36 +34,45 @@ def edit_index(directory: Path, change: Callable[[dict[str, str]], object]) -> N
     path.write_text(json.dumps(index))
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("../model.safetensors", "is outside"),
-        ("sub/../../model.safetensors", "is outside"),
-        ("/etc/model.safetensors", "is outside"),
-        ("a\0.safetensors", r"a\x00.safetensors is outside"),
-        ("", "in weight_map is not a .safetensors file"),
-        ("pytorch_model.bin", "is not a .safetensors file"),
-        ("none.safetensors", "is missing"),
-        ("loop.safetensors", "cannot be opened"),
-        ("out.safetensors", "is a link to a file outside"),
-        ("fifo.safetensors", "not a regular file"),
-        ("null.safetensors", "is a link to a file outside"),
-        ("folder.safetensors", "not a regular file"),
-        ("\ud800.safetensors", r"\ud800.safetensors cannot be opened"),
-    ],
-)
-@pytest.mark.timeout(120)
-def test_index_that_points_elsewhere(tmp_path: Path, name: str, words: str) -> None:
-    directory = tmp_path / "model"
-    save_tiny("llama", directory)
-    shutil.copy(min(directory.glob("*.safetensors")), tmp_path / "model.safetensors")
+ELSEWHERE = {
+    "../model.safetensors": "is outside",
+    "sub/../../model.safetensors": "is outside",
+    "/etc/model.safetensors": "is outside",
+    "a\0.safetensors": r"a\x00.safetensors is outside",
+    "": "in weight_map is not a .safetensors file",
+    "..": "in weight_map is not a .safetensors file",
+    "pytorch_model.bin": "is not a .safetensors file",
+    "none.safetensors": "is missing",
+    "\x1b[2J.safetensors": r"file \x1b[2J.safetensors is missing",
+    "loop.safetensors": "cannot be opened",
+    "out.safetensors": "is a link to a file outside",
+    "fifo.safetensors": "not a regular file",
+    "null.safetensors": "is a link to a file outside",
+    "folder.safetensors": "not a regular file",
+    "\ud800.safetensors": r"\ud800.safetensors cannot be opened",
+    "a" * 5_000 + ".safetensors": "cannot be opened",
+}
+"""By the name of a file that an index has: what is wrong with it, in a directory of which `put_odd_files` has been."""
+NO_INDEX = ['{"weight_map": {"a": 1}}', '{"weight_map": []}', "[]", "{", '{"a": 1, "a": 2}', "", "[" * 50_000]
+
+
+def put_odd_files(directory: Path) -> None:
     (directory / "loop.safetensors").symlink_to("loop.safetensors")
-    (directory / "out.safetensors").symlink_to(tmp_path / "model.safetensors")
+    (directory / "out.safetensors").symlink_to(directory.parent / "model.safetensors")
     (directory / "null.safetensors").symlink_to("/dev/null")
     (directory / "folder.safetensors").mkdir()
     os.mkfifo(directory / "fifo.safetensors")
+
+
+@pytest.mark.parametrize("name", ELSEWHERE, ids=lambda name: ascii(name)[:30])
+@pytest.mark.timeout(120)
+def test_index_that_points_elsewhere(tmp_path: Path, name: str) -> None:
+    directory = tmp_path / "model"
+    save_tiny("llama", directory)
+    shutil.copy(min(directory.glob("*.safetensors")), tmp_path / "model.safetensors")
+    put_odd_files(directory)
     edit_index(directory, lambda weight_map: weight_map.update({"model.norm.weight": name}))
-    assert words in rejection(directory)
+    assert ELSEWHERE[name] in rejection(directory)
 
 
 @pytest.mark.timeout(120)
@@ -97,7 +106,7 @@ def test_tensor_in_two_files(tmp_path: Path) -> None:
     assert "is in copy.safetensors too" in rejection(tmp_path)
 
 
-@pytest.mark.parametrize("content", ['{"weight_map": {"a": 1}}', '{"weight_map": []}', "[]", "{", '{"a": 1, "a": 2}'])
+@pytest.mark.parametrize("content", NO_INDEX, ids=range(len(NO_INDEX)))
 def test_index_that_cannot_be_used(tmp_path: Path, content: str) -> None:
     save_tiny("llama", tmp_path)
     (tmp_path / INDEX_NAME).write_text(content)

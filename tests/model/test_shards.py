@@ -114,10 +114,10 @@ def entry(begin: int = 0, end: int = 8, shape: object = (2,), dtype: object = "F
     return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
 
 
-def packed(header: object, num_bytes: int) -> bytes:
-    """A file with this header and `num_bytes` bytes of data."""
+def packed(header: object, data: int | bytes) -> bytes:
+    """A file with this header, and with this data or so many bytes of data."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    return len(text).to_bytes(8, "little") + text + bytes(num_bytes)
+    return len(text).to_bytes(8, "little") + text + bytes(data)
 
 
 DAMAGED: dict[str, tuple[bytes, str]] = {
