@@ -16,7 +16,6 @@ ORACLES: dict[str, tuple[str, ...]] = {
     "tests/reference_optimizers.py": (),
     "tests/kernels/rules.py": (),
     "tests/ranks/oracle.py": (),
-    "tests/config/json_schema_oracle.py": (),
     "tests/data/mistral_oracle.py": (),
     "tests/data/turn_oracle.py": (),
     "tests/papers/memferry_oracle.py": (),

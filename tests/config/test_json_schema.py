@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
+from jsonschema import Draft202012Validator  # type: ignore[import-untyped]
 
 from ratel_cli.cli.app import main
 from ratel_cli.config.describe import whole_meaning_of
@@ -16,8 +18,7 @@ from ratel_cli.config.load import examine_text, load_config, to_yaml
 from ratel_cli.config.others.aliases import ALIASES, SECTIONS, VALUE_ALIASES
 from ratel_cli.config.yaml.yaml_marks import plain, read_text
 from tests.config.config_loading import MINIMAL
-from tests.config.json_schema_oracle import violations
-from tests.config.test_rejections import blocks
+from tests.config.test_rejections import WARNINGS, blocks
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = sorted(path for path in (ROOT / "configs").rglob("*.yaml") if path.parent.name != "hardware")
@@ -25,8 +26,25 @@ SCHEMA = config_schema()
 
 
 def found(text: str) -> list[str]:
-    """What in a config's text does not follow the schema."""
-    return list(violations(plain(read_text(text, "run.yaml", [])), SCHEMA, SCHEMA))
+    """What in a config's text does not follow the schema: each place, with the keyword that it breaks."""
+    errors = Draft202012Validator(SCHEMA).iter_errors(plain(read_text(text, "run.yaml", [])))
+    return [f"{each.json_path}: {each.validator}: {each.message}" for each in errors]
+
+
+def keywords(schema: Mapping[str, object]) -> Iterator[str]:
+    """All keywords of a schema and of those in it."""
+    for keyword, rule in schema.items():
+        yield keyword
+        inner = rule.values() if keyword in ("properties", "$defs") else rule if isinstance(rule, list) else [rule]  # type: ignore[attr-defined]
+        for each in inner:
+            yield from keywords(each) if isinstance(each, dict) and keyword != "default" else ()
+
+
+def test_every_keyword_is_one_of_the_standard() -> None:
+    """Others would go unchecked."""
+    words = {"$schema", "$defs", "title", "description", "default", "deprecated"}
+    assert {*keywords(SCHEMA)} <= words | Draft202012Validator.VALIDATORS.keys()
+    Draft202012Validator.check_schema(SCHEMA)
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
@@ -48,42 +66,34 @@ def test_what_a_run_writes_follows_it(tmp_path: Path) -> None:
     assert found(to_yaml(load_config(path).config)) == []
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "datasets: [a.jsonl, {path: b.jsonl, type: sharegpt}, {id: c.jsonl}]",
+LOADS = [text for text, _ in blocks(WARNINGS)] + [
+    f"{MINIMAL}{line}\n"
+    for line in (
         "test_datasets: {path: b.jsonl, roles: {user: [human]}, roles_to_train: [assistant]}",
         "storage:",
         "storage: {paths: /mnt/a, snapshot: {path: /b, every: 3}}",
         "limits: {host_memory: 24GiB, gpu_memory: 24.5 gb}",
         "limits: {host_memory: 25769803776}",
-        "limits:\n",
         "head_chunk: auto",
         "head_chunk: 256MiB",
         "micro_batch_size: auto\ntokens_per_step: 4096",
         "warmup_steps: 0.1",
-        "save_steps: 0.25",
         "max_grad_norm:",
         "activations: 0.5",
-        "activations: swap_all",
-        "val_set_size: 0.1",
-        "lr: 1e-5",
         "lr_scheduler_type: cosine_with_warmup",
-        "dtype: bf16",
-        "completion_only_loss: true",
         "special_tokens: {eos_token: </s>}",
         "lr_scheduler: cosine_with_min_lr\nlr_scheduler_kwargs: {min_lr_rate: 0.1}",
-        "report_to: none",
-        "report_to: wandb",
         "report_to: [tensorboard, mlflow]",
         "report_to:",
-        "run_name: a\nproject: b",
         "hub_model_id: org/name\nhub_private_repo: true",
-    ],
+    )
+]
+
+
+@pytest.mark.parametrize(
+    "text", ["base_model: m\ndatasets: [a.jsonl, {path: b.jsonl, type: sharegpt}, {id: c}]\n", *LOADS]
 )
-def test_what_loads_follows_it(tmp_path: Path, line: str) -> None:
-    text = line if "datasets:" in line and "test" not in line else f"datasets: train.jsonl\n{line}"
-    text = f"base_model: org/name\n{text}\n"
+def test_what_loads_follows_it(tmp_path: Path, text: str) -> None:
     assert examine_text(text, tmp_path / "run.yaml").findings == ()
     assert found(text) == []
 
@@ -91,33 +101,21 @@ def test_what_loads_follows_it(tmp_path: Path, line: str) -> None:
 @pytest.mark.parametrize(
     ("line", "part"),
     [
-        ("learning_rte: 1e-5", "learning_rte: unknown"),
-        ("learning_rate: fast", ".learning_rate"),
-        ("learning_rate: -1", ".learning_rate: out of bounds"),
-        ("sequence_len: 1", ".sequence_len: out of bounds"),
-        ("sequence_len: 1.5", ".sequence_len: must be integer"),
-        ("sample_packing: 1", ".sample_packing: must be boolean"),
-        ("dtype: float8", ".dtype: none of"),
-        ("report_to: mine", ".report_to"),
-        ("hub_model_id: /a/b", ".hub_model_id"),
-        ("storage: {engine: uring}", ".storage"),
+        ("learning_rte: 1e-5", "'learning_rte' was unexpected"),
+        ("learning_rate: fast", ".learning_rate: type"),
+        ("learning_rate: -1", ".learning_rate: minimum"),
+        ("sequence_len: 1.5", ".sequence_len: type"),
+        ("sample_packing: 1", ".sample_packing: type"),
         ("storage: {path: /a}", ".storage"),
-        ("storage: {paths: [3]}", ".storage"),
         ("limits: {host_memory: 24}", ".limits"),
         ("limits: {host_memory: 24 gigs}", ".limits"),
         ("head_chunk: small", ".head_chunk"),
-        ("micro_batch_size: 0", ".micro_batch_size"),
-        ("micro_batch_size: many", ".micro_batch_size"),
         ("save_steps: 0", ".save_steps"),
-        ("activations: 1.5", ".activations"),
-        ("activations: some", ".activations"),
         ("lr_scheduler_kwargs: {min_rate: 1}", ".lr_scheduler_kwargs"),
         ("test_datasets: [{split: x}]", ".test_datasets"),
-        ("test_datasets: [{path: x, typ: alpaca}]", ".test_datasets"),
         ("test_datasets: [{path: x, type: alpacca}]", ".test_datasets"),
         ("special_tokens: {end: </s>}", ".special_tokens"),
-        ("completion_only_loss: maybe", ".completion_only_loss: must be boolean"),
-        ("seed: -1", ".seed: out of bounds"),
+        ("completion_only_loss: maybe", ".completion_only_loss: type"),
         ("model_shape: {num_layers: 2}", ".model_shape"),
     ],
 )
@@ -143,7 +141,7 @@ def test_what_is_wrong_about_single_keys_is_found() -> None:
         r"is not for|is not read"
     )
     # Numbers and paths that JSON cannot describe, and names of templates, of which other trainers have many.
-    beyond = re.compile(r"1e3|1e999|val_set_size|1\.5|~no-such-user|\\0|chat_template")
+    beyond = re.compile(r"1e3|1e999|\.nan|val_set_size|1\.5|~no-such-user|\\0|chat_template")
     checked = []
     for text, errors in blocks():
         if len(errors) == 1 and not any(each.search(errors[0]) for each in (of_the_text, of_several)):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from huggingface_hub.errors import OfflineModeIsEnabled
+from jsonschema import Draft202012Validator  # type: ignore[import-untyped]
 
 from ratel_cli.config.json_schema import config_schema
 from ratel_cli.config.keys.schema import RunConfig
@@ -21,7 +22,6 @@ from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.run.ask.plan_inputs import find_hardware
 from ratel_cli.run.start.starting_storage import is_in_memory, other_places
 from ratel_cli.run.train import profile_machine
-from tests.config.json_schema_oracle import violations
 from tests.e2e.encoders import CLASSES, encoder_rows, save_encoder
 from tests.e2e.preferences import pairs, write
 from tests.e2e.runs import BRIEFLY, ROWS, Ended, assert_rejected, ratel
@@ -77,7 +77,7 @@ def test_the_config_is_right_as_it_stands(base: Path, chats: Path) -> None:
     assert text.startswith("# yaml-language-server: $schema=file:///")
     assert "learning_rate: 1e-5" in text and "# limits:\n#   host_memory: 48GiB" in text
     schema = config_schema()
-    assert list(violations(plain(read_text(text, "run.yaml", [])), schema, schema)) == []
+    Draft202012Validator(schema).validate(plain(read_text(text, "run.yaml", [])))
     checked = ratel("check", "run.yaml")
     assert checked.code == 0, checked.stderr
     assert not Path("outputs").exists()
