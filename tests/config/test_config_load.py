@@ -214,35 +214,6 @@ def test_a_plan_needs_only_a_shape(load: Load) -> None:
     assert (shape.num_layers, shape.vocab_size, shape.num_parameters) == (40, 50257, None)
 
 
-@pytest.mark.parametrize(
-    ("lines", "notice"),
-    [
-        ("num_epochs: 3\nmax_steps: 5", "3:1: `num_epochs` is ignored: `max_steps` decides when the run ends"),
-        ("eval_steps: 3", "3:1: `eval_steps` is ignored: `val_set_size` is 0"),
-        ("load_best_model_at_end: true", "3:1: `load_best_model_at_end` is ignored: there is no data to evaluate on"),
-        (
-            "early_stopping_patience: 2\nval_set_size: 5",
-            "3:1: `early_stopping_patience` is ignored: only the last step is evaluated",
-        ),
-        (
-            "metric_for_best_model: eval_loss\ngreater_is_better: true\nval_set_size: 5\neval_steps: 2",
-            "4:1: `greater_is_better` is ignored: `load_best_model_at_end` is not set",
-        ),
-        (
-            "early_stopping_threshold: 0.5\nval_set_size: 5\neval_steps: 2",
-            "3:1: `early_stopping_threshold` is ignored: `early_stopping_patience` is not set",
-        ),
-        ("save_total_limit: 3", "3:1: `save_total_limit` is ignored: `save_steps` is not set"),
-        (
-            "warmup_steps: 9\nmax_steps: 5",
-            "3:1: `warmup_steps` is 9, but `max_steps` is 5: the run ends during warm-up",
-        ),
-    ],
-)
-def test_ignored_keys_are_reported(load: Load, lines: str, notice: str) -> None:
-    assert load(MINIMAL + lines + "\n").notices == (f"run.yaml:{notice}",)
-
-
 def test_how_many_saved_steps_the_store_has_space_for(load: Load) -> None:
     assert load(MINIMAL).config.num_saved_generations == 0
     assert load(MINIMAL + "save_steps: 5\n").config.num_saved_generations == 1

@@ -52,16 +52,8 @@ def test_the_script_sees_every_field() -> None:
     import trl
 
     known = {row["key"] for tool in ("TRL", "transformers") for row in table_of(tool)}
-    names = [
-        "SFTConfig",
-        "DPOConfig",
-        "KTOConfig",
-        "RewardConfig",
-        "GRPOConfig",
-        "RLOOConfig",
-        "ModelConfig",
-        "ScriptArguments",
-    ]
-    for each in (*(getattr(trl, name) for name in names), trl.DatasetMixtureConfig, transformers.TrainingArguments):
+    configs = ("SFT", "DPO", "KTO", "Reward", "GRPO", "RLOO", "Model", "DatasetMixture")
+    of_trl = (getattr(trl, f"{name}Config") for name in configs)
+    for each in (*of_trl, trl.ScriptArguments, transformers.TrainingArguments):
         fields = {field.name for field in dataclasses.fields(each) if field.init and not field.name.startswith("_")}
         assert fields <= known, (each.__name__, sorted(fields - known))

@@ -9,27 +9,21 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ratel_cli.config.importing import Imported, import_config
 from ratel_cli.config.load import examine_text
 from ratel_cli.config.others.foreign import LISTED, fate_of, foreign_key
 from ratel_cli.config.yaml.yaml_marks import Plain, Where, marked
 from ratel_cli.errors import BadInput
 from scripts.foreign_keys import table_of
 from scripts.write_fates import CONFIGS
+from tests.config.config_loading import imported
 
 AXOLOTL = {"base_model": "m", "datasets": [{"path": "d.jsonl", "type": "chat_template"}]}
 TRL = {"model_name_or_path": "m", "dataset_name": "d.jsonl", "max_length": 512}
 LLAMA_FACTORY = {"model_name_or_path": "m", "dataset": "d.jsonl", "stage": "sft", "finetuning_type": "full"}
 
 
-def imported(tmp_path: Path, config: dict[str, object]) -> Imported:
-    path = tmp_path / "theirs.yaml"
-    path.write_text(yaml.safe_dump(config, sort_keys=False))
-    return import_config(path)
-
-
 def ours(tmp_path: Path, config: dict[str, object]) -> dict[str, object]:
-    content = yaml.safe_load(imported(tmp_path, config).text)
+    content = yaml.safe_load(imported(tmp_path, config)[0].text)
     assert isinstance(content, dict)
     return content
 
@@ -55,7 +49,7 @@ def ours(tmp_path: Path, config: dict[str, object]) -> dict[str, object]:
 def test_each_key_that_the_user_wrote_is_reported_and_no_other(tmp_path: Path, config: dict[str, object]) -> None:
     sets = config.get("datasets")
     written = {*config, *(f"datasets.{key}" for each in (sets if isinstance(sets, list) else []) for key in each)}
-    named = {each.written for each in imported(tmp_path, config).outcomes if each.value or each.written in written}
+    named = {each.written for each in imported(tmp_path, config)[0].outcomes if each.value or each.written in written}
     assert named - {"datasets.path"} == written - {"datasets.path"}  # a name of a set is its path
 
 
@@ -104,13 +98,13 @@ def test_options_of_a_schedule_and_mappings_of_messages_stay_beside_what_is_adde
 
 def test_a_key_of_a_mapping_is_explained_by_its_meaning(tmp_path: Path) -> None:
     config = {**LLAMA_FACTORY, "quant_config": {"name": "auto", "compute_dtype": "bf16"}}
-    outcomes = {each.written: each for each in imported(tmp_path, config).outcomes}
+    outcomes = {each.written: each for each in imported(tmp_path, config)[0].outcomes}
     assert outcomes["compute_dtype"].reason == "Ratel dequantises weights to `dtype` for computing"
 
 
 def test_the_mixture_of_sets_names_the_share_that_is_held_out(tmp_path: Path) -> None:
     mixture = {"datasets": [{"id": "a"}], "test_split_size": 0.1}
-    found = imported(tmp_path, {"model_name_or_path": "m", "dataset_mixture": mixture, "max_length": 512})
+    found, _ = imported(tmp_path, {"model_name_or_path": "m", "dataset_mixture": mixture, "max_length": 512})
     assert "test_split_size" in {each.written for each in found.outcomes} and "val_set_size: 0.1" in found.text
 
 
@@ -122,7 +116,7 @@ def test_a_list_where_a_name_belongs_is_an_error(tmp_path: Path) -> None:
 
 
 def test_a_negative_batch_is_left_to_the_user(tmp_path: Path) -> None:
-    outcomes = imported(tmp_path, {**AXOLOTL, "micro_batch_size": 1, "batch_size": -1}).outcomes
+    outcomes = imported(tmp_path, {**AXOLOTL, "micro_batch_size": 1, "batch_size": -1})[0].outcomes
     assert [each.fate for each in outcomes if each.written == "batch_size"] == ["undecided"]
 
 

@@ -4,17 +4,16 @@ that change what is trained though they look like settings of speed."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 from transformers import TrainingArguments
 
-from ratel_cli.config.importing import Imported, import_config
-from ratel_cli.config.keys.relation import doubtful_keys
+from ratel_cli.config.importing import Imported
 from ratel_cli.config.keys.schema import RunConfig
-from ratel_cli.config.load import load_config
 from ratel_cli.errors import BadInput
-from tests.config.config_loading import MINIMAL, Load
+from tests.config.config_loading import MINIMAL, Load, imported
 
 AXOLOTL = "base_model: m\ndatasets: [{path: d.jsonl, type: chat_template}]\nsequence_len: 64\nmicro_batch_size: 1\n"
 FACTORY = "model_name_or_path: m\nstage: sft\ndataset: d.jsonl\ntemplate: llama3\ncutoff_len: 64\n"
@@ -28,14 +27,7 @@ Take = Callable[[str], tuple[Imported, RunConfig]]
 def take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Take:
     """Import a text; the outcome, and the config that was written."""
     monkeypatch.chdir(tmp_path)
-
-    def imported(text: str) -> tuple[Imported, RunConfig]:
-        Path("theirs.yaml").write_text(text)
-        found = import_config(Path("theirs.yaml"))
-        Path("run.yaml").write_text(found.text)
-        return found, load_config(Path("run.yaml")).config
-
-    return imported
+    return partial(imported, tmp_path)
 
 
 def fate(found: Imported, key: str) -> str:
@@ -267,11 +259,6 @@ def test_the_warm_up_of_trainer(take: Take, text: str, line: str) -> None:
     theirs = TrainingArguments(output_dir="out", use_cpu=True, report_to="none", warmup_steps=value)
     for total in (1, 9, 25, 33, 50, 100, 1000, 12345):
         assert config.num_warmup_steps(total) == theirs.get_warmup_steps(total), total
-
-
-def test_a_rounding_of_nothing_is_said(load: Load) -> None:
-    [found] = doubtful_keys(load(MINIMAL + "warmup_steps: 3\nwarmup_rounding: down\n").config)
-    assert found.message == "`warmup_rounding` is ignored: `warmup_steps` is set"
 
 
 def test_half_precision_of_axolotl_may_be_empty(take: Take) -> None:

@@ -6,12 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-import yaml
 
-from ratel_cli.config.importing import import_config
-from ratel_cli.config.keys.schema import RunConfig
-from ratel_cli.config.load import load_config
 from ratel_cli.errors import BadInput
+from tests.config.config_loading import imported
 
 AXOLOTL = {
     "base_model": "org/name", "sequence_len": 512, "micro_batch_size": 2, "gradient_accumulation_steps": 2,
@@ -25,12 +22,6 @@ TRL = {
     "model_name_or_path": "org/name", "dataset_name": "org/pairs", "max_length": 512, "beta": 0.01,
     "per_device_train_batch_size": 2, "max_prompt_length": 256,
 }  # fmt: skip
-
-
-def imported(tmp_path: Path, content: dict[str, object]) -> RunConfig:
-    (tmp_path / "theirs.yaml").write_text(yaml.safe_dump(content))
-    (tmp_path / "ours.yaml").write_text(import_config(tmp_path / "theirs.yaml").text)
-    return load_config(tmp_path / "ours.yaml").config
 
 
 def rejection(tmp_path: Path, content: dict[str, object]) -> str:
@@ -57,7 +48,9 @@ def axolotl(kind: object, **more: object) -> dict[str, object]:
 def test_axolotls_types_name_a_template_and_columns(
     tmp_path: Path, kind: str, columns: dict[str, str], template: str | None
 ) -> None:
-    config = imported(tmp_path, axolotl(kind, rl="dpo", rl_beta=0.3, dpo_use_weighting=False, dpo_label_smoothing=0.0))
+    _, config = imported(
+        tmp_path, axolotl(kind, rl="dpo", rl_beta=0.3, dpo_use_weighting=False, dpo_label_smoothing=0.0)
+    )
     [found] = config.datasets
     assert (config.rl, config.rl_beta, config.chat_template, found.type) == ("dpo", 0.3, template, "chat_template")
     assert {key: getattr(found, key) for key in columns} == columns
@@ -66,70 +59,65 @@ def test_axolotls_types_name_a_template_and_columns(
 
 def test_axolotls_own_columns(tmp_path: Path) -> None:
     kind = {"field_prompt": "q", "field_chosen": "good", "field_rejected": "bad", "prompt_format": "{prompt}"}
-    [found] = imported(tmp_path, axolotl(kind, rl="ipo")).datasets
+    [found] = imported(tmp_path, axolotl(kind, rl="ipo"))[1].datasets
     assert (found.type, found.field_prompt) == ("completion", "q")
     assert (found.field_chosen, found.field_rejected) == ("good", "bad")
-    [same] = imported(tmp_path, axolotl({**kind, "field_system": "sys"}, rl="ipo")).datasets
+    [same] = imported(tmp_path, axolotl({**kind, "field_system": "sys"}, rl="ipo"))[1].datasets
     assert same == found, "no text has the system prompt there"
     wrong = rejection(tmp_path, axolotl({**kind, "prompt_format": "Q: {prompt}"}, rl="ipo"))
     assert "`prompt_format` adds words" in wrong
 
 
 @pytest.mark.parametrize(
-    ("keys", "wanted"),
+    ("theirs", "keys", "wanted"),
     [
-        ({"rl": "orpo", "orpo_alpha": 0.2}, {"rl": "orpo", "rl_beta": 0.2}),
-        ({"rl": "simpo", "simpo_gamma": 0.4, "cpo_alpha": 0.0}, {"rl": "simpo", "simpo_gamma": 0.4, "cpo_alpha": 0.0}),
-        ({"rl": "kto", "kto_desirable_weight": 0.2}, {"rl": "kto", "kto_desirable_weight": 0.2}),
-        ({"rl": "dpo", "dpo_loss_type": ["ipo"]}, {"rl": "ipo"}),
-        ({"rl": "dpo", "dpo_loss_type": ["sigmoid"], "dpo_padding_free": True}, {"rl": "dpo"}),
-        ({"rl": None}, {"rl": None}),
-    ],
-)
-def test_axolotls_methods(tmp_path: Path, keys: dict[str, object], wanted: dict[str, object]) -> None:
-    config = imported(tmp_path, axolotl("chat_template", **keys))
-    assert {key: getattr(config, key) for key in wanted} == wanted
-
-
-@pytest.mark.parametrize(
-    ("keys", "wanted"),
-    [
-        ({"pref_beta": 0.2, "pref_loss": "sigmoid", "pref_ftx": 0.0}, {"rl": "dpo", "rl_beta": 0.2}),
-        ({}, {"rl": "dpo", "rl_beta": 0.1}),
-        ({"pref_loss": "simpo", "simpo_gamma": 0.7}, {"rl": "simpo", "cpo_alpha": 0.0, "simpo_gamma": 0.7}),
-        ({"pref_loss": "ipo"}, {"rl": "ipo"}),
-        ({"stage": "kto", "kto_rejected_weight": 2.0}, {"rl": "kto", "kto_undesirable_weight": 2.0}),
-        ({"stage": "sft", "pref_loss": "sigmoid"}, {"rl": None}),
-    ],
-)
-def test_llama_factorys_stages(tmp_path: Path, keys: dict[str, object], wanted: dict[str, object]) -> None:
-    config = imported(tmp_path, {**FACTORY, **keys})
-    assert {key: getattr(config, key) for key in wanted} == wanted
-    assert config.sequence_len == 512
-
-
-@pytest.mark.parametrize(
-    ("keys", "wanted"),
-    [
-        ({"rl": "dpo"}, {"rl": "dpo", "rl_beta": 0.01, "learning_rate": 1e-6}),
-        ({"loss_type": "ipo", "precompute_ref_log_probs": True}, {"rl": "ipo", "rl_beta": 0.01}),
-        ({"loss_type": ["sigmoid"], "learning_rate": 5e-7}, {"rl": "dpo", "learning_rate": 5e-7}),
-        ({"rl": "kto", "desirable_weight": 1.5}, {"rl": "kto", "kto_desirable_weight": 1.5, "shuffle": False}),
-        ({"rl": "kto", "train_sampling_strategy": "random"}, {"rl": "kto", "shuffle": True}),
-        ({"rl": "dpo", "train_sampling_strategy": "sequential"}, {"rl": "dpo", "shuffle": False}),
-        ({"rl": "dpo", "train_sampling_strategy": "group_by_length"}, {"rl": "dpo", "shuffle": True}),
-        ({"loss_type": "simpo", "cpo_alpha": 0.5}, {"rl": "simpo", "cpo_alpha": 0.5}),
-        ({"rl": "dpo", "disable_dropout": True}, {"rl": "dpo", "disable_dropout": True}),
-        ({"rl": "dpo", "disable_dropout": False}, {"rl": "dpo", "disable_dropout": False}),
+        (axolotl("chat_template"), {"rl": "orpo", "orpo_alpha": 0.2}, {"rl": "orpo", "rl_beta": 0.2}),
         (
+            axolotl("chat_template"),
+            {"rl": "simpo", "simpo_gamma": 0.4, "cpo_alpha": 0.0},
+            {"rl": "simpo", "simpo_gamma": 0.4, "cpo_alpha": 0.0},
+        ),
+        (
+            axolotl("chat_template"),
+            {"rl": "kto", "kto_desirable_weight": 0.2},
+            {"rl": "kto", "kto_desirable_weight": 0.2},
+        ),
+        (axolotl("chat_template"), {"rl": "dpo", "dpo_loss_type": ["ipo"]}, {"rl": "ipo"}),
+        (
+            axolotl("chat_template"),
+            {"rl": "dpo", "dpo_loss_type": ["sigmoid"], "dpo_padding_free": True},
+            {"rl": "dpo"},
+        ),
+        (axolotl("chat_template"), {"rl": None}, {"rl": None}),
+        (FACTORY, {"pref_beta": 0.2, "pref_loss": "sigmoid", "pref_ftx": 0.0}, {"rl": "dpo", "rl_beta": 0.2}),
+        (FACTORY, {}, {"rl": "dpo", "rl_beta": 0.1}),
+        (FACTORY, {"pref_loss": "simpo", "simpo_gamma": 0.7}, {"rl": "simpo", "cpo_alpha": 0.0, "simpo_gamma": 0.7}),
+        (FACTORY, {"pref_loss": "ipo"}, {"rl": "ipo"}),
+        (FACTORY, {"stage": "kto", "kto_rejected_weight": 2.0}, {"rl": "kto", "kto_undesirable_weight": 2.0}),
+        (FACTORY, {"stage": "sft", "pref_loss": "sigmoid"}, {"rl": None}),
+        (TRL, {"rl": "dpo"}, {"rl": "dpo", "rl_beta": 0.01, "learning_rate": 1e-6}),
+        (TRL, {"loss_type": "ipo", "precompute_ref_log_probs": True}, {"rl": "ipo", "rl_beta": 0.01}),
+        (TRL, {"loss_type": ["sigmoid"], "learning_rate": 5e-7}, {"rl": "dpo", "learning_rate": 5e-7}),
+        (TRL, {"rl": "kto", "desirable_weight": 1.5}, {"rl": "kto", "kto_desirable_weight": 1.5, "shuffle": False}),
+        (TRL, {"rl": "kto", "train_sampling_strategy": "random"}, {"rl": "kto", "shuffle": True}),
+        (TRL, {"rl": "dpo", "train_sampling_strategy": "sequential"}, {"rl": "dpo", "shuffle": False}),
+        (TRL, {"rl": "dpo", "train_sampling_strategy": "group_by_length"}, {"rl": "dpo", "shuffle": True}),
+        (TRL, {"loss_type": "simpo", "cpo_alpha": 0.5}, {"rl": "simpo", "cpo_alpha": 0.5}),
+        (TRL, {"rl": "dpo", "disable_dropout": True}, {"rl": "dpo", "disable_dropout": True}),
+        (TRL, {"rl": "dpo", "disable_dropout": False}, {"rl": "dpo", "disable_dropout": False}),
+        (
+            TRL,
             {"rl": "dpo", "use_peft": True, "lora_target_modules": "all-linear"},
             {"rl": "dpo", "lora_dropout": 0.05, "disable_dropout": True},
         ),
     ],
 )
-def test_trls_configs(tmp_path: Path, keys: dict[str, object], wanted: dict[str, object]) -> None:
-    config = imported(tmp_path, {**TRL, **keys})
+def test_methods_and_their_settings(
+    tmp_path: Path, theirs: dict[str, object], keys: dict[str, object], wanted: dict[str, object]
+) -> None:
+    _, config = imported(tmp_path, {**theirs, **keys})
     assert {key: getattr(config, key) for key in wanted} == wanted
+    assert config.sequence_len == 512
 
 
 @pytest.mark.parametrize(
@@ -186,10 +174,10 @@ def test_sets_of_dataset_info(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         "answers": {"file_name": "answers.json"},
     }  # fmt: skip
     Path("data/dataset_info.json").write_text(json.dumps(info))
-    pairs, alpaca = imported(tmp_path, {**FACTORY, "dataset": "pairs,alpaca"}).datasets
+    pairs, alpaca = imported(tmp_path, {**FACTORY, "dataset": "pairs,alpaca"})[1].datasets
     assert (pairs.field_messages, pairs.field_chosen, pairs.field_rejected) == ("conversations", "good", "bad")
     assert (alpaca.field_instruction, alpaca.field_input, alpaca.type) == ("instruction", "input", "chat_template")
-    [verdicts] = imported(tmp_path, {**FACTORY, "stage": "kto", "dataset": "verdicts"}).datasets
+    [verdicts] = imported(tmp_path, {**FACTORY, "stage": "kto", "dataset": "verdicts"})[1].datasets
     assert (verdicts.field_messages, verdicts.field_label) == ("messages", "label")
     for stage, name, words in (
         ("dpo", "answers", "it is no preference data"),

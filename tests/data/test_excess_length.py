@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from ratel_cli.config.importing import import_config
 from ratel_cli.config.load import load_config
 from ratel_cli.data.batches.dataset import TrainingData
 from ratel_cli.data.sources.statistics import statistics_of
 from ratel_cli.data.text.rows import DatasetSource
 from ratel_cli.errors import BadInput
+from tests.config.config_loading import imported
 from tests.data.conftest import Load
 from tests.data.test_forms import rows, samples_of
 
@@ -33,34 +33,19 @@ def lengths(data: TrainingData) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "expected", "notice", "truncated", "dropped"),
-    [
-        ("truncate", [7, 8, 8, 8], f"truncated 2 of 4 samples: {LONGER}", 2, 0),
-        ("drop", [7, 8], f"dropped 2 of 4 samples: {LONGER}", 0, 2),
-    ],
+    ("strategy", "done", "expected", "counts"),
+    [("truncate", "truncated", [7, 8, 8, 8], (4, 2, 0, 0)), ("drop", "dropped", [7, 8], (4, 0, 2, 0))],
 )
 def test_long_samples_are_truncated_or_dropped(
-    load: Load,
-    path: Path,
-    notices: list[str],
-    strategy: str,
-    expected: list[int],
-    notice: str,
-    truncated: int,
-    dropped: int,
+    load: Load, path: Path, notices: list[str], strategy: str, done: str, expected: list[int], counts: tuple[int, ...]
 ) -> None:
     for _ in range(2):  # the second time from the cache
         notices.clear()
         data = load(path, sequence_len=8, excess_length_strategy=strategy)
         assert lengths(data) == expected
-        assert notices[1:] == [notice]
+        assert notices[1:] == [f"{done} 2 of 4 samples: {LONGER}"]
         (found,) = statistics_of(data.cache, ["rows"])
-        assert (found.num_rows, found.num_truncated, found.num_dropped, found.num_rejected) == (
-            4,
-            truncated,
-            dropped,
-            0,
-        )
+        assert (found.num_rows, found.num_truncated, found.num_dropped, found.num_rejected) == counts
         assert found.num_samples == len(expected)
 
 
@@ -92,31 +77,26 @@ def test_plain_text_is_split_whatever_becomes_of_other_samples(load: Load, tmp_p
     assert len(split) > 1 and max(split) <= 8
 
 
-@pytest.mark.parametrize(
-    ("line", "strategy"),
-    [("", "drop"), ("excess_length_strategy:\n", "drop"), ("excess_length_strategy: truncate\n", "truncate")],
-)
-def test_imports_have_the_default_of_axolotl(tmp_path: Path, line: str, strategy: str) -> None:
-    theirs, ours = tmp_path / "theirs.yaml", tmp_path / "run.yaml"
-    theirs.write_text(f"base_model: m\nstrict: false\ndatasets: [{{path: a, type: alpaca}}]\n{line}")
-    ours.write_text(import_config(theirs).text)
-    assert load_config(ours).config.excess_length_strategy == strategy
+AXOLOTL = "base_model: m\nstrict: false\ndatasets: [{path: a, type: alpaca}]\n"
 
 
 @pytest.mark.parametrize(
-    "text", ["model_name_or_path: m\ndataset_name: a\n", "base_model: m\ndataset: a\nstage: sft\n"]
+    ("text", "strategy"),
+    [
+        (AXOLOTL, "drop"),
+        (f"{AXOLOTL}excess_length_strategy:\n", "drop"),
+        (f"{AXOLOTL}excess_length_strategy: truncate\n", "truncate"),
+        ("model_name_or_path: m\ndataset_name: a\n", "truncate"),
+        ("base_model: m\ndataset: a\nstage: sft\n", "truncate"),
+    ],
 )
-def test_other_tools_truncate(tmp_path: Path, text: str) -> None:
-    theirs, ours = tmp_path / "theirs.yaml", tmp_path / "run.yaml"
-    theirs.write_text(text)
-    ours.write_text(import_config(theirs).text)
-    assert load_config(ours).config.excess_length_strategy == "truncate"
+def test_imports_have_the_default_of_their_tool(tmp_path: Path, text: str, strategy: str) -> None:
+    assert imported(tmp_path, text)[1].excess_length_strategy == strategy
 
 
 def test_a_config_of_axolotl_that_does_not_say_it_has_a_notice(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
-    text = "base_model: m\nstrict: false\ndatasets: [{path: a, type: alpaca}]\n"
     for line, number in (("", 1), ("excess_length_strategy: drop\n", 0)):
-        path.write_text(text + line)
+        path.write_text(AXOLOTL + line)
         found = [each for each in load_config(path).notices if "longer than `sequence_len`, axolotl drops them" in each]
         assert len(found) == number

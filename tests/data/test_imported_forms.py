@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from ratel_cli.config.importing import import_config
-from ratel_cli.config.load import load_config
 from ratel_cli.data.text.rows import DatasetSource
+from tests.config.config_loading import imported
 from tests.data.conftest import CHATML, Load
 from tests.data.mask_oracle import ids_and_labels
 from tests.data.test_forms import ALPACA, ALPACA_INPUT, END, TWO_ROUNDS, A, S, U, char_tokenizer, message, samples_of
@@ -137,11 +136,8 @@ def test_tokens_and_mask(load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.chdir(tmp_path)
     Path("rows.jsonl").write_text(json.dumps(form.row) + "\n")
     model = {} if "torchtune" in name else {"model_name_or_path" if "TRL" in name else "base_model": "m"}
-    Path("theirs.json").write_text(json.dumps({**model, **form.config}))
-    imported = import_config(Path("theirs.json"))
-    assert imported.tool == name.partition(":")[0]
-    Path("run.yaml").write_text(imported.text)
-    config = load_config(Path("run.yaml")).config
+    found, config = imported(Path(), {**model, **form.config})
+    assert found.tool == name.partition(":")[0]
     data = load(
         *(DatasetSource(**each.model_dump()) for each in config.datasets),
         tokenizer=char_tokenizer(CHATML, eos=END),
