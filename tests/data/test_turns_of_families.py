@@ -1,4 +1,4 @@
-"""Where the turns of sixty families' chat templates begin and end, and which stop token each teaches.
+"""Where the turns of the families' chat templates begin and end, and which stop token each teaches.
 
 The templates are those that TRL has, read from its package, and ours of further shapes. The oracle renders each
 conversation with and without each turn.
