@@ -125,14 +125,20 @@ def packed_across(codes: torch.Tensor) -> torch.Tensor:
 
 
 def of_words(
-    shape: tuple[int, int], method: Literal["gptq", "awq"], *, size: int, by_activation: bool, seed: int
+    shape: tuple[int, int],
+    method: Literal["gptq", "gptq_v2", "awq"],
+    *,
+    size: int,
+    by_activation: bool,
+    seed: int,
+    bits: int = 4,
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """What GPTQ or AWQ has of some matrix `[outputs, inputs]` in 4 bit, by the ends of names, and the matrix in fp16.
-    Groups have `size` inputs."""
+    """What GPTQ or AWQ has of some matrix `[outputs, inputs]`, by the ends of names, and the matrix in fp16. Groups
+    have `size` inputs."""
     generator, (outputs, inputs) = torch.Generator().manual_seed(seed), shape
     number = inputs // size
-    codes = torch.randint(0, 16, (inputs, outputs), generator=generator)
-    zeros = torch.randint(0, 16, (number, outputs), generator=generator)
+    codes = torch.randint(0, 1 << bits, (inputs, outputs), generator=generator)
+    zeros = torch.randint(0, 1 << bits, (number, outputs), generator=generator)
     scales = torch.rand(number, outputs, generator=generator).half() / 40
     groups = torch.arange(inputs) // size
     if by_activation:
@@ -142,6 +148,7 @@ def of_words(
         matrix[:, column] = scales[groups[column]] * (codes[column] - zeros[groups[column]]).half()
     if method == "awq":
         return {"qweight": packed_across(codes), "qzeros": packed_across(zeros), "scales": scales}, matrix
-    stored_zeros = packed_down(((zeros - 1) % 16).T, 4).T.contiguous()
-    parts = {"qweight": packed_down(codes, 4), "qzeros": stored_zeros, "scales": scales, "g_idx": groups.int()}
+    stored_zeros = zeros if method == "gptq_v2" else (zeros - 1) % (1 << bits)
+    packed_zeros = packed_down(stored_zeros.T, bits).T.contiguous()
+    parts = {"qweight": packed_down(codes, bits), "qzeros": packed_zeros, "scales": scales, "g_idx": groups.int()}
     return parts, matrix

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ratel_cli.model.export.card import plain_card
 from ratel_cli.model.export.checkpoint import CheckpointSource
@@ -27,21 +27,9 @@ from ratel_cli.model.files.stored_weights import StoredWeights
 from ratel_cli.model.values.spec import ModelSpec
 from ratel_cli.schedule.blocks import lay_out_block
 from ratel_cli.sizes import DtypeName
+from scripts import family_configs
 from tests.model.tiny import Tensors, imported_store, rewrite, tiny_model
 from tests.tiers import sample
-
-_SIZES: dict[str, object] = {
-    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "vocab_size": 96, "max_position_embeddings": 64, "head_dim": 8, "bos_token_id": 1,
-    "eos_token_id": 2, "pad_token_id": 0, "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4,
-    "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_shared_experts": 1, "n_group": 1, "topk_group": 1,
-    "first_k_dense_replace": 0, "decoder_sparse_step": 1, "shared_expert_intermediate_size": 24, "q_lora_rank": 16,
-    "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8, "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "index_n_heads": 2,
-    "index_head_dim": 8, "index_topk": 4, "moe_num_experts": 4, "moe_k": 2, "mamba_n_heads": 4, "mamba_d_head": 16,
-    "mamba_d_state": 8, "mamba_num_heads": 4, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 2,
-}  # fmt: skip
-"""Small values for the keys that a family has."""
 
 RENAMED = [
     "mixtral", "qwen2_moe", "granitemoe", "hrm_text", "afmoe", "aria_text", "axk1", "axk2", "bailing_hybrid", "beam",
@@ -68,8 +56,7 @@ class Given:
 
 
 def small_model(family: str) -> PreTrainedModel:
-    keys = AutoConfig.for_model(family).to_dict().keys()
-    config = AutoConfig.for_model(family, **{key: value for key, value in _SIZES.items() if key in keys})
+    config = family_configs.tiny_config(family)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
     return model
 

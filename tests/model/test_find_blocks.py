@@ -31,7 +31,7 @@ def find(config: PretrainedConfig) -> DecoderModel:
     return find_blocks(build_skeleton(config, dtype="float32", attn_implementation=attention), name="tiny")
 
 
-@pytest.mark.parametrize("architecture", thinned(ARCHITECTURES, every=4, offset=3))
+@pytest.mark.parametrize("architecture", thinned(ARCHITECTURES, every=4, offset=3, full_every=2))
 def test_every_parameter_has_one_place(architecture: str) -> None:
     config = tiny_config(architecture)
     model = find(config)
@@ -55,28 +55,9 @@ def test_every_parameter_has_one_place(architecture: str) -> None:
         assert block.num_elements >= end and block.num_elements % 2048 == 0
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", thinned(ARCHITECTURES, every=2, full_every=2))
 def test_packing_is_offered_where_samples_stay_apart(architecture: str) -> None:
     assert find(tiny_config(architecture)).packs == (architecture in PACKS)
-
-
-@pytest.mark.parametrize("architecture", ["llama", "gpt2", "mixtral"])
-def test_packed_samples_really_stay_apart(architecture: str) -> None:
-    """The probe checks masks. This test checks results."""
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(tiny_config(architecture)).eval()
-    ids, positions = torch.randint(3, 90, (1, 12)), torch.arange(6).repeat(2).unsqueeze(0)
-    others = ids.clone()
-    others[:, :6] = torch.randint(3, 90, (1, 6))
-    with torch.no_grad():
-        first = model(input_ids=ids, position_ids=positions, use_cache=False).logits[:, 6:]
-        second = model(input_ids=others, position_ids=positions, use_cache=False).logits[:, 6:]
-        alone = model(input_ids=ids[:, 6:], use_cache=False).logits
-    if architecture == "mixtral":  # the order of an expert's sums depends on the number of its tokens
-        torch.testing.assert_close(first, second)
-    else:
-        assert torch.equal(first, second)
-    torch.testing.assert_close(first, alone)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "llama_tied", "gpt2"])
@@ -160,50 +141,26 @@ def test_the_config_is_not_changed() -> None:
     assert config.to_dict() == before
 
 
-class _Odd(nn.Module):
-    """A wrapped layer."""
-
-    def __init__(self, inner: nn.Module, change: str) -> None:
-        super().__init__()
-        self.inner = inner
-        self.change = change
-
-    def forward(self, hidden_states: torch.Tensor, **keywords: object) -> torch.Tensor:
-        return self.inner(hidden_states, **keywords)
-
-
-def odd_model(change: str) -> PretrainedConfig | nn.Module:
+@pytest.mark.parametrize(
+    ("num_called", "shared", "message"),
+    [(2, {}, "only 2 of its 3 layers|its code does something"), (3, {"cache": set()}, "its layers share a set")],
+)
+def test_models_that_do_more_than_call_their_layers_are_rejected(
+    num_called: int, shared: dict[str, object], message: str
+) -> None:
     skeleton = build_skeleton(tiny_config("llama"), dtype="float32", attn_implementation="sdpa")
     owner = skeleton.get_submodule("model")
     plain_forward = owner.forward
 
     def forward(input_ids: torch.Tensor, use_cache: bool, position_ids: torch.Tensor) -> object:
-        layers = list(owner.layers)
         hidden = owner.embed_tokens(input_ids)
-        shared: dict[str, object] = {"cache": set()} if change == "shared object" else {}
-        if change == "skips":
-            layers = layers[:-1]
-        for layer in layers:
+        for layer in owner.layers[:num_called]:
             hidden = layer(hidden, **shared)
-            if change == "between":
-                hidden = hidden * 2
         return plain_forward(inputs_embeds=hidden, position_ids=position_ids, use_cache=use_cache)
 
     owner.forward = forward  # type: ignore[method-assign]
-    return skeleton
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ("between", "its code does something between its layers"),
-        ("skips", "only 2 of its 3 layers|its code does something"),
-        ("shared object", "its layers share a set"),
-    ],
-)
-def test_models_that_do_more_than_call_their_layers_are_rejected(change: str, message: str) -> None:
     with pytest.raises(BadInput, match=message):
-        find_blocks(odd_model(change), name="odd")  # type: ignore[arg-type]
+        find_blocks(skeleton, name="odd")
 
 
 VISION = {"num_attention_heads": 4, "image_size": 28, "patch_size": 14, "intermediate_size": 512}

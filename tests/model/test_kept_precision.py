@@ -6,41 +6,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ratel_cli.model.cut.find_blocks import find_blocks
 from ratel_cli.model.export.checkpoint import CheckpointSource, install_buffers, persistent_buffers
 from ratel_cli.model.files.skeleton import DTYPES, build_skeleton, read_model_config
 from ratel_cli.model.values.kept_precision import keep_in_fp32
 from ratel_cli.sizes import DtypeName
+from scripts.family_configs import tiny_config
 from tests.tiers import rotating
 
-_DENSE: dict[str, object] = {
-    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "vocab_size": 96, "max_position_embeddings": 64, "head_dim": 8, "bos_token_id": 1,
-    "eos_token_id": 2, "pad_token_id": 0,
-}  # fmt: skip
-_EXPERTS: dict[str, object] = _DENSE | {
-    "num_experts": 4, "n_routed_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
-    "topk_group": 1, "n_shared_experts": 1, "moe_intermediate_size": 16, "first_k_dense_replace": 1,
-}  # fmt: skip
-_LATENT: dict[str, object] = {
-    "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8,
-    "num_key_value_heads": 4,
-}  # fmt: skip
-FAMILIES: dict[str, dict[str, object]] = {
-    "deepseek_v3": _EXPERTS | _LATENT,
-    "glm4_moe": _EXPERTS,
-    "llama": _DENSE,
-    "gpt_oss": _EXPERTS | {"rope_parameters": None},
-    "hunyuan_v1_moe": _EXPERTS | {"moe_topk": 2},
-    "flint": _EXPERTS,
-    "beam": _EXPERTS | {"num_hidden_layers": 4},
-    "olmo_hybrid": _DENSE | {
-        "num_hidden_layers": 4, "linear_num_value_heads": 4, "linear_num_key_heads": 4, "linear_key_head_dim": 8,
-        "linear_value_head_dim": 8,
-    },
-}  # fmt: skip
+FAMILIES = ("deepseek_v3", "glm4_moe", "llama", "gpt_oss", "hunyuan_v1_moe", "flint", "beam", "olmo_hybrid")
 """With lists for both 16-bit formats, for fp16 alone, for buffers alone; with fp32 in their own code; with nothing."""
 KEPT = {
     "bfloat16": {"hunyuan_v1_moe", "flint", "beam", "olmo_hybrid"},
@@ -51,7 +27,7 @@ KEPT = {
 
 def save(family: str, directory: Path) -> None:
     """A tiny model whose values, those of its buffers too, cannot be held in 16 bit."""
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **FAMILIES[family]), dtype=torch.float32)  # type: ignore[no-untyped-call]
+    model = AutoModelForCausalLM.from_config(tiny_config(family), dtype=torch.float32)  # type: ignore[no-untyped-call]
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for tensor in (*model.parameters(), *persistent_buffers(model).values()):
@@ -63,7 +39,7 @@ def in_fp32(model: PreTrainedModel) -> set[str]:
     return {name for name, parameter in model.named_parameters() if parameter.dtype == torch.float32}
 
 
-@pytest.mark.parametrize(("family", "dtype"), rotating(list(FAMILIES), ["bfloat16", "float16", "float32"]))
+@pytest.mark.parametrize(("family", "dtype"), rotating(FAMILIES, ["bfloat16", "float16", "float32"]))
 def test_everything_has_the_dtype_in_which_transformers_loads_it(tmp_path: Path, family: str, dtype: DtypeName) -> None:
     save(family, tmp_path)
     oracle = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=DTYPES[dtype])
@@ -89,7 +65,7 @@ def test_everything_has_the_dtype_in_which_transformers_loads_it(tmp_path: Path,
 
 def test_tied_parameters_stay_one() -> None:
     """Also if both of their names are on transformers' list."""
-    config = AutoConfig.for_model("llama", **_DENSE, tie_word_embeddings=True)
+    config = tiny_config("llama", tie_word_embeddings=True)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
     model._keep_in_fp32_modules_strict = {"embed_tokens", "lm_head"}
     keep_in_fp32(model)

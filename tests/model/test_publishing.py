@@ -76,8 +76,8 @@ def killed_at(call: int, work: Callable[[], object]) -> bool:
     [
         (SHARDED, SINGLE, "export"),
         (SINGLE, SHARDED, "finish"),
-        (SINGLE, SINGLE, "export"),
-        ((), SHARDED, "finish"),
+        pytest.param(SINGLE, SINGLE, "export", marks=pytest.mark.nightly),
+        pytest.param((), SHARDED, "finish", marks=pytest.mark.nightly),
     ],
 )
 def test_killed_at_every_change_of_a_name(

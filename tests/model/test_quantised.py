@@ -11,18 +11,21 @@ from torch import nn
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from ratel_cli.errors import BadInput
+from ratel_cli.model.files import quantised
 from ratel_cli.model.files.quantised import QUANTISED_FORMS, QuantisedLayout, dequantised, quantise
 from ratel_cli.model.files.quantised_model import quantise_layers
 from ratel_cli.model.files.quantised_modules import QuantisedLinear, quantise_experts
 from ratel_cli.model.files.skeleton import build_skeleton
-from ratel_cli.sizes import EXPANDED_ELEMENTS, QuantisedForm
+from ratel_cli.sizes import QuantisedForm
 from tests import quantised as oracle
 from tests.engine.architectures import tiny_config
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+EXPANDED = 1 << 16
+"""Elements that are expanded together here."""
 SHAPES = (
     (1, 1), (1, 2), (3, 5), (1, 63), (1, 64), (1, 65), (7, 64), (31, 31), (128, 130), (96, 33 * 64), (1, 256 * 64),
-    (1, 256 * 64 + 1), (255, 64), (2, EXPANDED_ELEMENTS // 2), (3, EXPANDED_ELEMENTS // 2 + 33),
+    (1, 256 * 64 + 1), (255, 64), (2, EXPANDED // 2), (3, EXPANDED // 2 + 33),
 )  # fmt: skip
 
 
@@ -35,8 +38,9 @@ def drawn(shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_bytes_and_values_are_those_of_bitsandbytes(
-    shape: tuple[int, int], dtype: torch.dtype, form: QuantisedForm
+    shape: tuple[int, int], dtype: torch.dtype, form: QuantisedForm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(quantised, "EXPANDED_ELEMENTS", EXPANDED)
     matrix = drawn(shape, dtype)
     layout, data = QuantisedLayout(form, *shape), quantise(matrix, form)
     for number, (part, wanted) in enumerate(zip(layout.parts(data), oracle.quantised_bytes(matrix, form), strict=True)):

@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import Literal, cast
 from unittest import mock
 
 import bitsandbytes as bnb
@@ -29,7 +29,7 @@ from ratel_cli.model.files.quantised import QuantisedLayout, dequantised
 from ratel_cli.model.files.quantised_files import dequantised_files
 from ratel_cli.model.files.shards import ShardReader, TensorFile
 from tests.model.tiny import Tensors, gather, import_all, rejection, save_tiny
-from tests.quantised import packed_across, packed_down
+from tests.quantised import of_words
 
 Change = Callable[[str, torch.Tensor], Tensors]
 """What the files have instead of a matrix of a layer."""
@@ -176,12 +176,7 @@ def test_the_settings_under_their_earlier_name(tmp_path: Path) -> None:
         return {name: (values.float() / scale).to(torch.float8_e4m3fn), f"{name}_scale": scale}
 
     weights = {"num_bits": 8, "type": "float", "strategy": "channel"}
-    settings: dict[str, object] = {
-        "quant_method": "compressed-tensors",
-        "format": "float-quantized",
-        "config_groups": {"group_0": {"weights": weights, "targets": ["Linear"]}},
-    }
-    quantise_layers(tmp_path, settings, in_fp8)
+    quantise_layers(tmp_path, in_one_group("float-quantized", weights), in_fp8)
     wanted = import_all(tmp_path)
     path = tmp_path / "config.json"
     path.write_text(path.read_text().replace('"quantization_config"', '"compression_config"'))
@@ -189,6 +184,16 @@ def test_the_settings_under_their_earlier_name(tmp_path: Path) -> None:
     assert set(found) == set(wanted) and any(name.endswith("proj.weight") for name in found)
     for name, values in wanted.items():
         assert torch.equal(found[name], values) and torch.equal(loaded[name].float(), values.bfloat16().float())
+
+
+def in_one_group(form: str, weights: object) -> dict[str, object]:
+    """The settings of compressed-tensors for all linear layers."""
+    groups = {"group_0": {"weights": weights, "targets": ["Linear"]}}
+    return {"quant_method": "compressed-tensors", "format": form, "config_groups": groups}
+
+
+def compressor_of(form: str) -> type[BaseCompressor]:
+    return cast(type[BaseCompressor], BaseCompressor.get_value_from_registry(form))
 
 
 SCHEMES: dict[str, tuple[str, dict[str, object]]] = {
@@ -216,23 +221,17 @@ SCHEMES: dict[str, tuple[str, dict[str, object]]] = {
 def test_compressed_tensors(tmp_path: Path, scheme: str, scale_dtype: torch.dtype) -> None:
     form, arguments = SCHEMES[scheme]
     args = QuantizationArgs(**arguments)
-    compressor = cast(type[BaseCompressor], BaseCompressor.get_value_from_registry(form))
     generator = torch.Generator().manual_seed(5)
     weight = torch.randn(64, 96, generator=generator).to(scale_dtype)
     grid = {"channel": (64, 1), "tensor": (1,), "block": (2, 3), "group": (64, 3)}[str(arguments["strategy"])]
     state = {"weight": weight, "weight_scale": (0.01 + torch.rand(grid, generator=generator) / 10).to(scale_dtype)}
     if arguments.get("symmetric") is False:
         state["weight_zero_point"] = torch.randint(-3, 4, grid, generator=generator, dtype=torch.int8)
-    of_layer = QuantizationScheme(targets=["Linear"], weights=args)
-    saved = compressor.compress(state, of_layer)
-    wanted = compressor.decompress(saved, of_layer)["weight"]
-    tensors = {f"layer.{name}": each.contiguous() for name, each in saved.items()}
-    settings: dict[str, object] = {
-        "quant_method": "compressed-tensors",
-        "format": form,
-        "config_groups": {"group_0": {"weights": json.loads(args.model_dump_json()), "targets": ["Linear"]}},
-    }
-    found = read_one(tmp_path, tensors, settings, scale_dtype)
+    scheme = QuantizationScheme(targets=["Linear"], weights=args)
+    saved = compressor_of(form).compress(state, scheme)
+    wanted = compressor_of(form).decompress(saved, scheme)["weight"]
+    settings = in_one_group(form, json.loads(args.model_dump_json()))
+    found = read_one(tmp_path, of_layer(saved), settings, scale_dtype)
     assert wanted.dtype == scale_dtype and torch.equal(found, wanted)
 
 
@@ -241,17 +240,16 @@ def test_nvfp4_and_mxfp4_of_compressed_tensors(tmp_path: Path) -> None:
     for form, group in (("nvfp4-pack-quantized", 16), ("mxfp4-pack-quantized", 32)):
         args = QuantizationArgs(num_bits=4, type="float", strategy="tensor_group" if group == 16 else "group",
                                 group_size=group)  # fmt: skip
-        compressor = cast(type[BaseCompressor], BaseCompressor.get_value_from_registry(form))
         packed = torch.randint(0, 256, (64, 48), generator=generator, dtype=torch.uint8)
         scales = torch.rand(64, 96 // group, generator=generator).add(0.5).to(torch.float8_e4m3fn)
         state = {"weight_packed": packed, "weight_scale": scales, "weight_global_scale": torch.tensor([7.3])}
         if group == 32:
             exponents = torch.randint(120, 130, (64, 3), generator=generator, dtype=torch.uint8)
             state = {"weight_packed": packed, "weight_scale": exponents}
-        wanted = compressor.decompress(dict(state), QuantizationScheme(targets=["Linear"], weights=args))["weight"]
-        tensors = {f"layer.{name}": each for name, each in state.items()}
+        scheme = QuantizationScheme(targets=["Linear"], weights=args)
+        wanted = compressor_of(form).decompress(dict(state), scheme)["weight"]
         settings: dict[str, object] = {"quant_method": "compressed-tensors", "format": form}
-        assert torch.equal(read_one(tmp_path, tensors, settings, torch.float32), wanted.detach().float()), form
+        assert torch.equal(read_one(tmp_path, of_layer(state), settings, torch.float32), wanted.detach().float()), form
 
 
 def of_bitsandbytes(values: torch.Tensor, form: str) -> tuple[Tensors, torch.Tensor]:
@@ -299,28 +297,15 @@ def test_codes_of_bitsandbytes_are_kept(tmp_path: Path, form: str) -> None:
 @pytest.mark.parametrize("bits", [2, 4, 8])
 @pytest.mark.parametrize("version", ["gptq", "gptq_v2"])
 @pytest.mark.parametrize("is_ordered", [True, False], ids=["in order", "by activation"])
-def test_gptq(tmp_path: Path, bits: int, version: str, *, is_ordered: bool) -> None:
-    generator, (inputs, outputs) = torch.Generator().manual_seed(9), (128, 64)
-    codes = torch.randint(0, 1 << bits, (inputs, outputs), generator=generator)
-    zeros = torch.randint(0, 1 << bits, (4, outputs), generator=generator)
-    scales = torch.rand(4, outputs, generator=generator).half() / 10
-    groups = torch.arange(inputs) // 32
-    if not is_ordered:
-        groups = groups[torch.randperm(inputs, generator=generator)]
-    stored_zeros = (zeros - 1) % (1 << bits) if version == "gptq" else zeros
-    wanted = torch.empty(outputs, inputs, dtype=torch.float16)
-    for column in range(inputs):
-        group = groups[column]
-        wanted[:, column] = scales[group] * (codes[column] - zeros[group]).half()
-    tensors = {
-        "layer.qweight": packed_down(codes, bits),
-        "layer.qzeros": packed_down(stored_zeros.T, bits).T.contiguous(),
-        "layer.scales": scales,
-        "layer.g_idx": groups.int(),
-    }
+def test_gptq(tmp_path: Path, bits: int, version: Literal["gptq", "gptq_v2"], *, is_ordered: bool) -> None:
+    parts, wanted = of_words((64, 128), version, size=32, by_activation=not is_ordered, seed=9, bits=bits)
     settings: dict[str, object] = {"quant_method": "gptq", "bits": bits, "checkpoint_format": version}
-    assert torch.equal(read_one(tmp_path, tensors, settings, torch.float16), wanted)
+    assert torch.equal(read_one(tmp_path, of_layer(parts), settings, torch.float16), wanted)
     check_packed(tmp_path, settings, wanted if bits == 4 else None)
+
+
+def of_layer(parts: Tensors) -> Tensors:
+    return {f"layer.{name}": each.contiguous() for name, each in parts.items()}
 
 
 def check_packed(directory: Path, settings: Mapping[str, object], wanted: torch.Tensor | None) -> None:
@@ -352,14 +337,9 @@ def test_scales_in_another_dtype_are_read_as_numbers(tmp_path: Path) -> None:
 
 
 def test_awq(tmp_path: Path) -> None:
-    generator, (inputs, outputs) = torch.Generator().manual_seed(10), (128, 64)
-    codes = torch.randint(0, 16, (inputs, outputs), generator=generator)
-    zeros = torch.randint(0, 16, (4, outputs), generator=generator)
-    scales = torch.rand(4, outputs, generator=generator).half() / 10
-    wanted = ((codes - zeros.repeat_interleave(32, 0)).half() * scales.repeat_interleave(32, 0)).T
-    tensors = {"layer.qweight": packed_across(codes), "layer.qzeros": packed_across(zeros), "layer.scales": scales}
+    parts, wanted = of_words((64, 128), "awq", size=32, by_activation=False, seed=10)
     settings: dict[str, object] = {"quant_method": "awq", "bits": 4, "version": "gemm"}
-    assert torch.equal(read_one(tmp_path, tensors, settings, torch.float16), wanted)
+    assert torch.equal(read_one(tmp_path, of_layer(parts), settings, torch.float16), wanted)
     check_packed(tmp_path, settings, wanted)
 
 
@@ -396,86 +376,54 @@ def expert_tensors() -> Tensors:
     }
 
 
-_STATE = "layer.weight.quant_state.bitsandbytes__nf4"
-_UNFIT: dict[str, tuple[Callable[[], Tensors], dict[str, object], str, torch.Tensor | None, str]] = {
-    "scales of another shape": (
-        fp8_tensors, {"quant_method": "fp8"}, "layer.weight_scale_inv", torch.ones(5, 7), "does not fit the matrix"
-    ),
-    "codes that are a vector": (
-        fp8_tensors, {"quant_method": "fp8"}, "layer.weight", torch.ones(9).to(torch.float8_e4m3fn), "are matrices"
-    ),
-    "no zero points": (
-        gptq_tensors, {"quant_method": "gptq", "bits": 4}, "layer.qzeros", None, "tensor layer.qzeros is missing"
-    ),
-    "scales of other outputs": (
-        gptq_tensors, {"quant_method": "gptq", "bits": 4}, "layer.scales", torch.ones(4, 32).half(), "does not fit"
-    ),
-    "groups of other inputs": (
-        gptq_tensors, {"quant_method": "gptq", "bits": 4}, "layer.g_idx", torch.zeros(7).int(), "it must be (128,)"
-    ),
-    "groups that are not there": (
-        gptq_tensors, {"quant_method": "gptq", "bits": 4}, "layer.g_idx", torch.full((128,), 4).int(), "there are 4"
-    ),
-    "zero points of other outputs": (
-        gptq_tensors, {"quant_method": "gptq", "bits": 4}, "layer.qzeros", torch.zeros(4, 7).int(), "it must be (4, 8)"
-    ),
-    "zero points of other rows": (
-        packed_tensors, {"quant_method": "compressed-tensors"}, "layer.weight_zero_point", torch.zeros(7, 3).int(),
-        "does not fit the matrix",
-    ),
-    "columns in no group": (
-        packed_tensors, {"quant_method": "compressed-tensors"}, "layer.weight_g_idx", torch.full((96,), 3).int(),
-        "there are 3",
-    ),
-    "a scale for nothing": (
-        packed_tensors, {"quant_method": "compressed-tensors"}, "layer.weight_global_scale", torch.ones(2),
-        "it must be one number",
-    ),
-    "no scales of magnitudes": (
-        nf4_tensors, {"quant_method": "bitsandbytes"}, "layer.weight.nested_absmax", None, "is not the state"
-    ),
-    "words that are floats": (
-        gptq_tensors, {"quant_method": "gptq", "bits": 4}, "layer.qweight", torch.ones(16, 64), "words of 32 bits"
-    ),
-    "3 bits": (gptq_tensors, {"quant_method": "gptq", "bits": 3}, "layer.g_idx", None, "Ratel reads 2, 4 and 8"),
-    "another version of AWQ": (
-        gptq_tensors, {"quant_method": "awq", "bits": 4, "version": "gemv"}, "layer.g_idx", None, "is not read"
-    ),
-    "a state that is no JSON": (
-        nf4_tensors, {"quant_method": "bitsandbytes"}, _STATE, torch.zeros(9).byte(), "is not the state"
-    ),
-    "too few magnitudes": (
-        nf4_tensors, {"quant_method": "bitsandbytes"}, "layer.weight.absmax", torch.zeros(9).byte(), "needs 128"
-    ),
-    "too few codes": (
-        nf4_tensors, {"quant_method": "bitsandbytes"}, "layer.weight", torch.zeros(9, 1).byte(), "needs more"
-    ),
-    "another shape": (
-        packed_tensors, {"quant_method": "compressed-tensors"}, "layer.weight_shape", torch.tensor([64, 0]),
-        "does not fit codes",
-    ),
-    "no shape": (
-        packed_tensors, {"quant_method": "compressed-tensors"}, "layer.weight_shape", None, "layer.weight_shape is"
-    ),
-    "words that fit no number of bits": (
-        packed_tensors, {"quant_method": "compressed-tensors"}, "layer.weight_shape", torch.tensor([64, 1000]),
-        "do not fit 1000 columns",
-    ),
-    "exponents of other experts": (
-        expert_tensors, {"quant_method": "mxfp4"}, "up_proj_scales", torch.zeros(3, 64, 3).byte(), "it must be bytes"
-    ),
-    "blocks of three dimensions": (
-        expert_tensors, {"quant_method": "mxfp4"}, "up_proj_blocks", torch.zeros(64, 3, 16).byte(), "of 4 dimensions"
-    ),
-    "an unknown format": (fp8_tensors, {"quant_method": "vptq"}, "none", None, "which Ratel does not read"),
-    "no format": (fp8_tensors, {}, "none", None, "an unnamed format"),
-    "nothing of the format": (fp8_tensors, {"quant_method": "gptq", "bits": 4}, "none", None, "but no file has"),
-}  # fmt: skip
+GPTQ: dict[str, object] = {"quant_method": "gptq", "bits": 4}
+_OF_FORMATS: dict[str, tuple[Callable[[], Tensors], dict[str, object]]] = {
+    "fp8": (fp8_tensors, {"quant_method": "fp8"}),
+    "gptq": (gptq_tensors, GPTQ),
+    "nf4": (nf4_tensors, {"quant_method": "bitsandbytes"}),
+    "packed": (packed_tensors, {"quant_method": "compressed-tensors"}),
+    "experts": (expert_tensors, {"quant_method": "mxfp4"}),
+    "gptq in 3 bits": (gptq_tensors, GPTQ | {"bits": 3}),
+    "another version of AWQ": (gptq_tensors, {"quant_method": "awq", "bits": 4, "version": "gemv"}),
+    "an unknown format": (fp8_tensors, {"quant_method": "vptq"}),
+    "no format": (fp8_tensors, {}),
+    "nothing of the format": (fp8_tensors, GPTQ),
+}
+_UNFIT: list[tuple[str, str, torch.Tensor | None, str]] = [
+    ("fp8", "layer.weight_scale_inv", torch.ones(5, 7), "does not fit the matrix"),
+    ("fp8", "layer.weight", torch.ones(9).to(torch.float8_e4m3fn), "are matrices"),
+    ("gptq", "layer.qzeros", None, "tensor layer.qzeros is missing"),
+    ("gptq", "layer.scales", torch.ones(4, 32).half(), "does not fit"),
+    ("gptq", "layer.g_idx", torch.zeros(7).int(), "it must be (128,)"),
+    ("gptq", "layer.g_idx", torch.full((128,), 4).int(), "there are 4"),
+    ("gptq", "layer.qzeros", torch.zeros(4, 7).int(), "it must be (4, 8)"),
+    ("gptq", "layer.qweight", torch.ones(16, 64), "words of 32 bits"),
+    ("packed", "layer.weight_zero_point", torch.zeros(7, 3).int(), "does not fit the matrix"),
+    ("packed", "layer.weight_g_idx", torch.full((96,), 3).int(), "there are 3"),
+    ("packed", "layer.weight_global_scale", torch.ones(2), "it must be one number"),
+    ("packed", "layer.weight_shape", torch.tensor([64, 0]), "does not fit codes"),
+    ("packed", "layer.weight_shape", torch.tensor([64, 1000]), "do not fit 1000 columns"),
+    ("packed", "layer.weight_shape", None, "layer.weight_shape is"),
+    ("nf4", "layer.weight.nested_absmax", None, "is not the state"),
+    ("nf4", "layer.weight.quant_state.bitsandbytes__nf4", torch.zeros(9).byte(), "is not the state"),
+    ("nf4", "layer.weight.absmax", torch.zeros(9).byte(), "needs 128"),
+    ("nf4", "layer.weight", torch.zeros(9, 1).byte(), "needs more"),
+    ("experts", "up_proj_scales", torch.zeros(3, 64, 3).byte(), "it must be bytes"),
+    ("experts", "up_proj_blocks", torch.zeros(64, 3, 16).byte(), "of 4 dimensions"),
+    ("gptq in 3 bits", "none", None, "Ratel reads 2, 4 and 8"),
+    ("another version of AWQ", "none", None, "is not read"),
+    ("an unknown format", "none", None, "which Ratel does not read"),
+    ("no format", "none", None, "an unnamed format"),
+    ("nothing of the format", "none", None, "but no file has"),
+]
+"""A tensor of a format that is another one, or is missing, and what is said."""
 
 
-@pytest.mark.parametrize("case", _UNFIT)
-def test_what_does_not_fit_is_found_when_the_files_are_opened(tmp_path: Path, case: str) -> None:
-    make, settings, name, values, message = _UNFIT[case]
+@pytest.mark.parametrize(("form", "name", "values", "message"), _UNFIT)
+def test_what_does_not_fit_is_found_when_the_files_are_opened(
+    tmp_path: Path, form: str, name: str, values: torch.Tensor | None, message: str
+) -> None:
+    make, settings = _OF_FORMATS[form]
     tensors = make()
     tensors.pop(name, None)
     if values is not None:

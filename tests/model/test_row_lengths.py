@@ -17,7 +17,7 @@ def multiple_of(family: str, **changes: object) -> int:
     return find_blocks(build_skeleton(config, dtype="bfloat16", attn_implementation=attention), name="m").row_multiple
 
 
-@pytest.mark.parametrize("chunk", [8, 12])
+@pytest.mark.parametrize("chunk", sample([8, 12], every=2, offset=1))
 def test_rows_of_a_model_that_computes_in_chunks_are_multiples_of_them(chunk: int) -> None:
     state = torch.random.get_rng_state()
     assert multiple_of("xlstm", mode="train", chunk_size=chunk) == chunk
@@ -29,6 +29,6 @@ def test_other_models_take_rows_of_any_length(family: str) -> None:
     assert multiple_of(family) == 1
 
 
-@pytest.mark.parametrize("num_positions", [1, 2, 3, 64, 66, 67])
+@pytest.mark.parametrize("num_positions", sample([1, 2, 3, 64, 66, 67], every=5))
 def test_a_table_of_few_positions_is_no_chunk(num_positions: int) -> None:
     assert multiple_of("gpt2", n_positions=num_positions) == 1
