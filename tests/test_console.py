@@ -35,6 +35,13 @@ def as_terminal(monkeypatch: pytest.MonkeyPatch, *, columns: int = 60, rows: int
         monkeypatch.delenv(name, raising=False)
 
 
+@pytest.fixture
+def stream(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    """A terminal of 60 columns and 24 rows."""
+    as_terminal(monkeypatch)
+    return Terminal()
+
+
 def test_lines_without_a_terminal_are_plain() -> None:
     stream = io.StringIO()
     run_log = RunLog(stream)
@@ -106,9 +113,7 @@ def test_a_bar_counts_items_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> No
     ]
 
 
-def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    as_terminal(monkeypatch)
-    stream = Terminal()
+def test_a_bar_on_a_terminal(stream: Terminal) -> None:
     run_log = RunLog(stream)
     assert run_log.is_terminal
     with run_log.bar("steps [x]\x1b[2J", total=2) as bar:
@@ -161,9 +166,7 @@ def shown(stream: Terminal, *, columns: int = 60, rows: int = 24) -> Screen:
     return screen
 
 
-def test_lines_stay_below_what_is_printed_and_go_without_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
-    as_terminal(monkeypatch)
-    stream = Terminal()
+def test_lines_stay_below_what_is_printed_and_go_without_a_trace(stream: Terminal) -> None:
     run_log = RunLog(stream)
     lines = Numbered()
     run_log.say("before")
@@ -178,9 +181,7 @@ def test_lines_stay_below_what_is_printed_and_go_without_a_trace(monkeypatch: py
     assert shown(stream).lines == ["before", "one", "warning: two", "x" * 60, "x" * 60, "x" * 30, "after"]
 
 
-def test_what_libraries_print_does_not_tear_the_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    as_terminal(monkeypatch)
-    stream = Terminal()
+def test_what_libraries_print_does_not_tear_the_lines(stream: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", stream)
     run_log = RunLog()
     with run_log.live(Numbered()):
@@ -195,10 +196,9 @@ def test_what_libraries_print_does_not_tear_the_lines(monkeypatch: pytest.Monkey
     assert "drawn" not in "".join(shown(stream).lines)
 
 
-def test_a_file_on_stdout_gets_its_text(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_on_stdout_gets_its_text(stream: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only stderr is a terminal: what goes to stdout stays out of it."""
-    as_terminal(monkeypatch)
-    stream, output = Terminal(), io.StringIO()
+    output = io.StringIO()
     monkeypatch.setattr(sys, "stdout", output)
     with RunLog(stream).live(Numbered()):
         print("a result")
@@ -217,36 +217,32 @@ def test_a_file_on_stdout_gets_its_text(monkeypatch: pytest.MonkeyPatch) -> None
     ],
 )
 def test_where_lines_change(
-    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], is_terminal: bool, is_live: bool
+    monkeypatch: pytest.MonkeyPatch, stream: Terminal, environment: dict[str, str], is_terminal: bool, is_live: bool
 ) -> None:
-    as_terminal(monkeypatch)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    stream = Terminal() if is_terminal else io.StringIO()
-    run_log = RunLog(stream)
+    output = stream if is_terminal else io.StringIO()
+    run_log = RunLog(output)
     lines = Numbered()
     assert run_log.is_live == is_live
     with run_log.live(lines):
         run_log.say("said")
     assert (lines.num_drawn > 0) == is_live
     if not is_live:
-        assert stream.getvalue() == "said\n"
+        assert output.getvalue() == "said\n"
 
 
-def test_no_color_has_no_colours(monkeypatch: pytest.MonkeyPatch) -> None:
-    as_terminal(monkeypatch)
+def test_no_color_has_no_colours(stream: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
-    stream = Terminal()
     with RunLog(stream).live(lambda width: [Text("red", "bold red")]):
         pass
     assert "\x1b[1mred\x1b[0m" in stream.getvalue()
 
 
 @in_real_time
-def test_lines_are_drawn_at_most_four_times_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_are_drawn_at_most_four_times_a_second(stream: Terminal) -> None:
     """However much is printed: what is printed shows the lines as they were drawn last."""
-    as_terminal(monkeypatch)
-    run_log = RunLog(Terminal())
+    run_log = RunLog(stream)
     lines = Numbered()
     start = time.monotonic()
     with run_log.live(lines):
@@ -255,9 +251,8 @@ def test_lines_are_drawn_at_most_four_times_a_second(monkeypatch: pytest.MonkeyP
         assert 2 <= lines.num_drawn <= 1 + 4 * (time.monotonic() - start)
 
 
-def test_one_set_of_lines_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    as_terminal(monkeypatch)
-    run_log = RunLog(Terminal())
+def test_one_set_of_lines_at_a_time(stream: Terminal) -> None:
+    run_log = RunLog(stream)
     inner = Numbered()
     with run_log.live(Numbered()), run_log.live(inner):
         pass
@@ -272,22 +267,14 @@ def test_a_terminal_with_few_rows_shows_the_first_lines(monkeypatch: pytest.Monk
         run_log.say("said")
         lines.wait()
         screen = shown(stream, rows=4)
-        assert [line.rstrip(".") for line in screen.lines] == [
-            "said",
-            "line 0, drawn",
-            "line 1, drawn",
-            "line 2, drawn",
-        ]
+        assert [line.rstrip(".") for line in screen.lines] == ["said", *(f"line {n}, drawn" for n in range(3))]
     assert shown(stream, rows=4).lines == ["said"]
 
 
-def test_a_failure_to_draw_ends_the_lines_and_not_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    as_terminal(monkeypatch)
-
+def test_a_failure_to_draw_ends_the_lines_and_not_the_work(stream: Terminal) -> None:
     def broken(width: int) -> list[Text]:
         raise ValueError("no such number")
 
-    stream = Terminal()
     run_log = RunLog(stream)
     with run_log.live(broken):
         run_log.say("work")
@@ -298,17 +285,14 @@ def test_a_failure_to_draw_ends_the_lines_and_not_the_work(monkeypatch: pytest.M
     ]
 
 
-def test_the_thread_ends_with_the_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    as_terminal(monkeypatch)
-    with pytest.raises(KeyError), RunLog(Terminal()).live(Numbered()):
+def test_the_thread_ends_with_the_lines(stream: Terminal) -> None:
+    with pytest.raises(KeyError), RunLog(stream).live(Numbered()):
         raise KeyError
     assert [thread.name for thread in threading.enumerate() if thread.name == "ratel-screen"] == []
 
 
-def test_a_size_that_was_undone_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_size_that_was_undone_at_once(stream: Terminal) -> None:
     """Its signal is all that can be seen of it. Nothing is written until the terminal has settled."""
-    as_terminal(monkeypatch)
-    stream = Terminal()
     lines = Numbered()
     run_log = RunLog(stream)
     handler = signal.getsignal(signal.SIGWINCH)
@@ -324,12 +308,10 @@ def test_a_size_that_was_undone_at_once(monkeypatch: pytest.MonkeyPatch) -> None
     assert shown(stream).lines == ["said"]
 
 
-def test_a_size_that_changes_while_lines_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_size_that_changes_while_lines_are_made(stream: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     """They were made for another width, so they are not written."""
-    as_terminal(monkeypatch)
     sizes = [(60, 24)]
     monkeypatch.setattr(console, "_size", lambda *_: sizes[-1])
-    stream = Terminal()
     widths: list[int] = []
     has_changed = Event()
 

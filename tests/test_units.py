@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -122,20 +123,6 @@ def test_format_count(count: float, text: str) -> None:
     assert format_count(count) == text
 
 
-def test_format_flops_uses_the_units_of_rates() -> None:
-    assert [format_flops(flops) for flops in (0, 999, 1e3, 26.8e6, 1.07e9, 999.6e9, 275e12, 3e15, 4e18)] == [
-        "0 FLOP",
-        "999 FLOP",
-        "1.00 KFLOP",
-        "26.8 MFLOP",
-        "1.07 GFLOP",
-        "1.00 TFLOP",
-        "275 TFLOP",
-        "3.00 PFLOP",
-        "4000 PFLOP",
-    ]
-
-
 @given(st.floats(min_value=1000, max_value=9e14))
 def test_three_digits_and_no_more(value: float) -> None:
     for text in (format_count(value), format_bytes(value)):
@@ -188,36 +175,25 @@ def test_counted(count: int, nouns: tuple[str, ...], text: str) -> None:
     assert counted(count, *nouns) == text
 
 
-def test_what_moves_is_in_decimal_units() -> None:
-    assert [format_traffic(each) for each in (0, 999, 1e3, 60.5e6, 14.4e9, 999.4e9, 1e12, 15.1e15, 2e18)] == [
-        "0 B",
-        "999 B",
-        "1.00 KB",
-        "60.5 MB",
-        "14.4 GB",
-        "999 GB",
-        "1.00 TB",
-        "15.1 PB",
-        "2000 PB",
-    ]
-    assert [format_rate(each) for each in (0, 36.2e6, 2.1e9, 1.01e12)] == [
-        "0 B/s",
-        "36.2 MB/s",
-        "2.10 GB/s",
-        "1.01 TB/s",
-    ]
-
-
-def test_a_wait_is_in_whole_seconds() -> None:
-    assert [format_wait(each) for each in (0, 0.4, 1.6, 99.4, 99.6, 250, 7500)] == [
-        "0 s",
-        "0 s",
-        "2 s",
-        "99 s",
-        "1 min 40 s",
-        "4 min 10 s",
-        "2 h 05 min",
-    ]
+@pytest.mark.parametrize(
+    ("form", "values", "texts"),
+    [
+        (format_flops, (0, 999, 1e3, 26.8e6), "0 FLOP, 999 FLOP, 1.00 KFLOP, 26.8 MFLOP"),
+        (
+            format_flops,
+            (1.07e9, 999.6e9, 275e12, 3e15, 4e18),
+            "1.07 GFLOP, 1.00 TFLOP, 275 TFLOP, 3.00 PFLOP, 4000 PFLOP",
+        ),
+        (format_traffic, (0, 999, 1e3, 60.5e6, 14.4e9), "0 B, 999 B, 1.00 KB, 60.5 MB, 14.4 GB"),
+        (format_traffic, (999.4e9, 1e12, 15.1e15, 2e18), "999 GB, 1.00 TB, 15.1 PB, 2000 PB"),
+        (format_rate, (0, 36.2e6, 2.1e9, 1.01e12), "0 B/s, 36.2 MB/s, 2.10 GB/s, 1.01 TB/s"),
+        (format_wait, (0, 0.4, 1.6, 99.4, 99.6, 250, 7500), "0 s, 0 s, 2 s, 99 s, 1 min 40 s, 4 min 10 s, 2 h 05 min"),
+    ],
+)
+def test_flops_and_what_moves_are_in_decimal_units_and_a_wait_is_in_whole_seconds(
+    form: Callable[[float], str], values: tuple[float, ...], texts: str
+) -> None:
+    assert ", ".join(map(form, values)) == texts
 
 
 @pytest.mark.parametrize(

@@ -147,6 +147,10 @@ def test_swap_that_cannot_be_read(machine: Machine) -> None:
     check(check_swap(machine.write("proc/swaps", "Filename\n/dev/sda1 odd\n").files), "ok", "none", None)
 
 
+POWERSAVE_EPP = {"scaling_governor": "powersave", "scaling_driver": "amd-pstate-epp"}
+AT_4_GHZ = {"scaling_governor": "performance", "cpuinfo_max_freq": 4_000_000}
+
+
 @pytest.mark.parametrize(
     ("values", "verdict", "reason"),
     [
@@ -155,34 +159,10 @@ def test_swap_that_cannot_be_read(machine: Machine) -> None:
         ({"scaling_governor": "powersave"}, "slow", "1 core of 2 save power (governor powersave)"),
         ({"scaling_governor": "conservative"}, "slow", "governor conservative"),
         ({"scaling_governor": "powersave", "scaling_driver": "intel_pstate"}, "ok", "governor"),
-        (
-            {
-                "scaling_governor": "powersave",
-                "scaling_driver": "amd-pstate-epp",
-                "energy_performance_preference": "power",
-            },
-            "slow",
-            "save power",
-        ),
-        (
-            {
-                "scaling_governor": "powersave",
-                "scaling_driver": "amd-pstate-epp",
-                "energy_performance_preference": "balance",
-            },
-            "ok",
-            "governor",
-        ),
-        (
-            {"scaling_governor": "performance", "cpuinfo_max_freq": 4_000_000, "scaling_max_freq": 2_000_000},
-            "slow",
-            "the clock of 1 core of 2 is limited below its maximum",
-        ),
-        (
-            {"scaling_governor": "performance", "cpuinfo_max_freq": 4_000_000, "scaling_max_freq": 3_900_000},
-            "ok",
-            "governor performance",
-        ),
+        ({**POWERSAVE_EPP, "energy_performance_preference": "power"}, "slow", "save power"),
+        ({**POWERSAVE_EPP, "energy_performance_preference": "balance"}, "ok", "governor"),
+        ({**AT_4_GHZ, "scaling_max_freq": 2_000_000}, "slow", "the clock of 1 core of 2 is limited below its maximum"),
+        ({**AT_4_GHZ, "scaling_max_freq": 3_900_000}, "ok", "governor performance"),
     ],
 )
 def test_the_clock(machine: Machine, values: dict[str, object], verdict: Verdict, reason: str) -> None:

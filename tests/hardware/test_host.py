@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import shutil
 import subprocess
@@ -40,6 +39,12 @@ def make_group(directory: Path, *, limit: int | str, usage: int, cache: int = 0,
     (directory / "memory.stat").write_text(f"anon 12345\n{names[2]} {cache}\n")
 
 
+def printed(source: str, *arguments: str) -> list[str]:
+    """The words that a process of its own prints, whose memory nothing else takes or frees."""
+    command = [sys.executable, "-c", source, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+
+
 @pytest.mark.parametrize(
     ("cpuinfo", "name"),
     [
@@ -67,8 +72,7 @@ def test_gpu_names(tmp_path: Path) -> None:
 def test_cores_are_those_that_this_process_may_use() -> None:
     source = "import os; os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])\n"
     source += "from ratel_cli.hardware.host import num_cores; print(num_cores())"
-    printed = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True).stdout
-    assert printed == "1\n"
+    assert printed(source) == ["1"]
     assert host.num_cores() >= 1
 
 
@@ -123,7 +127,6 @@ def test_the_values_of_this_machine_are_plausible() -> None:
 
 
 def test_resident_memory_follows_touched_memory() -> None:
-    """In a process of its own, whose memory nothing else takes or frees."""
     script = """
 import mmap
 from ratel_cli.hardware.host import peak_resident_bytes, resident_bytes
@@ -135,8 +138,7 @@ with mmap.mmap(-1, 64 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as mem
 print(resident_bytes() - before <= 16 * MIB)  # the bytes object that was the source of the copy is freed too
 print(peak_resident_bytes() - before >= 60 * MIB)
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["True", "True", "True"]
+    assert printed(script) == ["True", "True", "True"]
 
 
 def test_freed_memory_returns_to_the_system() -> None:
@@ -159,16 +161,9 @@ for block in blocks[:-1]:
     libc.free(block)
 print((before - resident_bytes()) >> 20)
 """
-
-    def freed_mebibytes(argument: str) -> int:
-        result = subprocess.run(
-            [sys.executable, "-c", source, argument], capture_output=True, text=True, check=True, cwd=os.getcwd()
-        )
-        return int(result.stdout)
-
-    assert freed_mebibytes("yes") >= 47
+    assert int(*printed(source, "yes")) >= 47
     if platform.libc_ver()[0] == "glibc":
-        assert freed_mebibytes("no") < 16, "glibc keeps nothing by itself: return_large_buffers has no purpose"
+        assert int(*printed(source, "no")) < 16, "glibc keeps nothing by itself: return_large_buffers has no purpose"
 
 
 def test_what_lies_free_in_the_heap_is_not_kept() -> None:
@@ -186,8 +181,7 @@ for buffer in buffers:
     libc.free(buffer)
 print((resident_bytes() - before) >> 20, (kept_bytes() - before) >> 20)
 """
-    result = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True)
-    resident_mebibytes, kept_mebibytes = map(int, result.stdout.split())
+    resident_mebibytes, kept_mebibytes = map(int, printed(source))
     assert kept_mebibytes < 16
     if platform.libc_ver()[0] == "glibc":
         assert resident_mebibytes >= 48, "glibc returns gaps by itself: kept_bytes has no purpose"

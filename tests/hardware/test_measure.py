@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -46,6 +47,13 @@ def queue(request: pytest.FixtureRequest) -> Iterator[IoQueue]:
         pytest.skip(failure.message)
     with opened:
         yield opened
+
+
+def measured(*paths: Path, pool_bytes: int | None = None, **options: Any) -> HardwareProfile:  # noqa: ANN401
+    with BufferPool(pool_bytes) as pool, open_queue("threads", notice=pytest.fail) as queue:
+        profile = measure(paths, queue, pool, dtype=torch.float32, device=CPU, **options)
+        assert pool.leased_bytes == 0
+    return profile
 
 
 @pytest.mark.full
@@ -91,18 +99,11 @@ def test_the_profile_has_the_keys_of_a_hardware_file(queue: IoQueue, tmp_path: P
     assert found["prices"] is None, "nothing measures prices"
     assert set(found["gpu"]) == {"name", "memory_bytes", "flops_per_second", "memory_bytes_per_second"}
     assert found["link"] is None
-    assert (
-        set(found["nvme"]) == {"paths", "num_devices", "weights", "free_bytes", "endurance_tb_written", "alone"} | rates
-    )
+    facts = {"paths", "num_devices", "weights", "free_bytes", "endurance_tb_written", "alone"}
+    assert set(found["nvme"]) == facts | rates
     assert [set(each) for each in found["nvme"]["alone"]] == [rates]
-    assert set(found["host"]) == {
-        "memory_bytes",
-        "available_bytes",
-        "adam_parameters_per_second",
-        "memory_bytes_per_second",
-        "num_cores",
-        "activation_bytes",
-    }
+    speeds = {"adam_parameters_per_second", "memory_bytes_per_second"}
+    assert set(found["host"]) == {"memory_bytes", "available_bytes", "num_cores", "activation_bytes"} | speeds
     assert found["nvme"]["paths"] == [str(tmp_path)]
     assert isinstance(profile, HardwareProfile)
 
@@ -132,8 +133,7 @@ def test_adamw_is_measured_on_what_the_run_can_spare(
 
 def test_directories_that_do_not_exist_yet_may_share_their_parent(tmp_path: Path) -> None:
     """Two store directories that do not exist yet are both measured in the directory where they will be made."""
-    with BufferPool(None) as pool, open_queue("threads", notice=pytest.fail) as queue:
-        profile = measure([tmp_path, tmp_path], queue, pool, dtype=torch.float32, device=CPU, budget=SMALL)
+    profile = measured(tmp_path, tmp_path, budget=SMALL)
     assert profile.nvme.read_bytes_per_second > 0
     assert profile.nvme.shares == (1, 1)
     alone = profile.nvme.alone[0]
@@ -149,26 +149,17 @@ def test_each_drive_is_measured_alone(tmp_path: Path) -> None:
         pytest.skip("there is no second file system here")
     if shutil.disk_usage(memory).free < 512 * MIB:
         pytest.skip("there is too little shared memory")
-    with (
-        tempfile.TemporaryDirectory(dir=memory) as other,
-        BufferPool(64 * MIB) as pool,
-        open_queue("threads", notice=pytest.fail) as queue,
-    ):
-        paths = [tmp_path, Path(other), tmp_path]
-        reported: list[str] = []
-        profile = measure(paths, queue, pool, dtype=torch.float32, device=CPU, budget=SMALL, progress=reported.append)
+    reported: list[str] = []
+    with tempfile.TemporaryDirectory(dir=memory) as other:
+        paths = (tmp_path, Path(other), tmp_path)
+        profile = measured(*paths, pool_bytes=64 * MIB, budget=SMALL, progress=reported.append)
         assert list(Path(other).iterdir()) == list(tmp_path.iterdir()) == []
     first, second, third = profile.nvme.shares
     assert 1 <= first == third <= second <= MAX_WEIGHT
     assert profile.nvme.num_devices == 2
     assert profile.nvme.alone[0] == profile.nvme.alone[2] != profile.nvme.alone[1]
-    assert reported == [
-        f"{tmp_path}, alone",
-        f"{other}, alone",
-        "all directories together",
-        "matrix products",
-        "RAM and AdamW",
-    ]
+    alone = [f"{tmp_path}, alone", f"{other}, alone"]
+    assert reported == [*alone, "all directories together", "matrix products", "RAM and AdamW"]
 
 
 def test_a_throttled_store_is_measured_as_it_is(
@@ -201,28 +192,20 @@ class _Clock:
 
 
 def test_a_larger_budget_measures_main_memory_too(tmp_path: Path) -> None:
-    with BufferPool(4 * MIB) as pool, open_queue("threads", notice=pytest.fail) as queue:
-        host = measure([tmp_path], queue, pool, dtype=torch.float32, device=CPU, budget=SMALL).host
-        assert pool.leased_bytes == 0
+    host = measured(tmp_path, pool_bytes=4 * MIB, budget=SMALL).host
     assert host.memory_bytes_per_second is not None
     assert 1e8 < host.memory_bytes_per_second < 1e13
 
 
 def test_a_limit_too_small_for_measuring_memory(tmp_path: Path) -> None:
-    budget = replace(SMALL, memory_bytes=8 * MIB)
-    with (
-        BufferPool(7 * MIB) as pool,
-        open_queue("threads", notice=pytest.fail) as queue,
-        pytest.raises(DoesNotFit, match="measuring RAM"),
-    ):
-        measure([tmp_path], queue, pool, dtype=torch.float32, device=CPU, budget=budget)
+    with pytest.raises(DoesNotFit, match="measuring RAM"):
+        measured(tmp_path, pool_bytes=7 * MIB, budget=replace(SMALL, memory_bytes=8 * MIB))
 
 
 def test_given_rates_are_used_and_no_file_is_made(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("")
-    with BufferPool(None) as pool, open_queue("threads", notice=pytest.fail) as queue:
-        nvme = measure([file, file], queue, pool, dtype=torch.float32, device=CPU, nvme_rates=(1e9, 3e9)).nvme
+    nvme = measured(file, file, nvme_rates=(1e9, 3e9)).nvme
     assert (nvme.read_bytes_per_second, nvme.write_bytes_per_second) == (1e9, 3e9)
     assert nvme.mixed_bytes_per_second == pytest.approx(1.5e9)
     assert nvme.shares == (1, 1)
@@ -231,19 +214,11 @@ def test_given_rates_are_used_and_no_file_is_made(tmp_path: Path) -> None:
 def test_a_directory_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("")
-    with (
-        BufferPool(None) as pool,
-        open_queue("threads", notice=pytest.fail) as queue,
-        pytest.raises(EnvironmentFailure),
-    ):
-        measure([file], queue, pool, dtype=torch.float32, device=CPU)
+    with pytest.raises(EnvironmentFailure):
+        measured(file)
 
 
 def test_a_limit_too_small_for_measuring_the_drives(tmp_path: Path) -> None:
-    with (
-        BufferPool(MIB) as pool,
-        open_queue("threads", notice=pytest.fail) as queue,
-        pytest.raises(DoesNotFit, match="measuring the drives"),
-    ):
-        measure([tmp_path], queue, pool, dtype=torch.float32, device=CPU)
+    with pytest.raises(DoesNotFit, match="measuring the drives"):
+        measured(tmp_path, pool_bytes=MIB)
     assert list(tmp_path.iterdir()) == []
