@@ -14,21 +14,12 @@ from ratel_cli.config.load import LoadedConfig, load_config, to_yaml
 from ratel_cli.config.others.aliases import SECTIONS
 from ratel_cli.errors import BadInput
 from tests.config.config_loading import MINIMAL
+from tests.json_values import json_values
 from tests.tiers import examples
 
 KEYS = sorted({key for model in SECTIONS.values() for key in model.model_fields} | {"lr", "batch_size", "lora_r", "<<"})
-SCALARS = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(),
-    st.floats(),
-    st.text(max_size=8),
-    st.sampled_from(["auto", "none", "24GiB", "1e-4", "bf16", "~", "alpaca", "/a", "0.5"]),
-)
-VALUES = st.recursive(
-    SCALARS,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYS), inner, max_size=4),
-    max_leaves=8,
+VALUES = json_values(
+    st.sampled_from(KEYS), st.sampled_from(["auto", "none", "24GiB", "1e-4", "bf16", "~", "alpaca", "/a", "0.5"])
 )
 FRAGMENTS = st.sampled_from(
     [*KEYS, *"[]{}:,-&*!|>'\"#%@`~=?.\n\t \\", ": ", "\n  ", "&a", "*a", "!!int ", "---\n", "1e-5"]

@@ -12,23 +12,15 @@ from ratel_cli.config.hardware_file import DriveSection, GpuSection, HardwareFil
 from ratel_cli.errors import BadInput
 from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.run.files.hardware_file import load_hardware, to_text
+from tests.json_values import json_values
 from tests.tiers import examples
 
 QUICK = examples(100)
 SECTIONS = (HardwareFile, GpuSection, LinkSection, NvmeSection, DriveSection, HostSection)
 KEYS = sorted({key for section in SECTIONS for key in section.model_fields} | {"<<", "gpus"})
-SCALARS = (
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats()
-    | st.text(max_size=6)
-    | st.sampled_from(["24GiB", "3.5GB/s", "3.5 GB / s", "1e400GB/s", "GB/s", "/s", "1/s", 10**400])
-)
-VALUES = st.recursive(
-    SCALARS,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYS), inner, max_size=5),
-    max_leaves=12,
+VALUES = json_values(
+    st.sampled_from(KEYS),
+    st.sampled_from(["24GiB", "3.5GB/s", "3.5 GB / s", "1e400GB/s", "GB/s", "/s", "1/s", 10**400]),
 )
 HEALTHY: dict[str, dict[str, object]] = {
     "gpu": {"name": "a", "memory_bytes": 1 << 30, "flops_per_second": 1e12},

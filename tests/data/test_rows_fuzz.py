@@ -16,21 +16,17 @@ from ratel_cli.data.sources.formats import decide_format
 from ratel_cli.data.text.drafts import Unusable
 from ratel_cli.data.text.rows import Compares, DatasetSource, DatasetType
 from ratel_cli.errors import BadInput
+from tests.json_values import json_values
 from tests.tiers import examples
 
 QUICK = examples(200)
 CSV, TSV = (partial(read_csv, delimiter=delimiter) for delimiter in ",\t")
-SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(), max_size=8)
 COLUMNS = (
     "text", "messages", "conversations", "instruction", "input", "output", "prompt", "completion", "question",
     "answer", "input_ids", "labels", "tools", "chosen", "rejected", "role", "content", "from", "value", "tool_calls",
     "label",
 )  # fmt: skip
-VALUES = st.recursive(
-    SCALARS,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(COLUMNS), inner, max_size=4),
-    max_leaves=12,
-)
+VALUES = json_values(st.sampled_from(COLUMNS), texts=st.text(st.characters(), max_size=8))
 OPTIONS: list[dict[str, object]] = [
     {},
     {

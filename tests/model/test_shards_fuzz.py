@@ -13,29 +13,25 @@ from hypothesis import strategies as st
 from ratel_cli.errors import BadInput
 from ratel_cli.model.files.directory import INDEX_NAME, find_weight_files
 from ratel_cli.model.files.shards import DTYPES, ShardReader
+from tests.json_values import TEXTS, json_values
 from tests.model.test_shards import packed
 from tests.tiers import examples
 
 QUICK = examples(200)
-SCALARS = (
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.sampled_from([1 << 62, 1 << 70])
-)
-VALUES = st.recursive(
-    SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3)
-)
+VALUES = json_values(TEXTS, st.sampled_from([1 << 62, 1 << 70]))
 COUNTS = st.integers(0, 40) | st.sampled_from([-1, 1 << 31, 1 << 62, 1 << 63, 1 << 70])
 ENTRIES = st.fixed_dictionaries(
     {
-        "dtype": st.sampled_from([*DTYPES, "F4"]) | SCALARS,
+        "dtype": st.sampled_from([*DTYPES, "F4"]) | VALUES,
         "shape": st.lists(COUNTS, max_size=4) | VALUES,
         "data_offsets": st.lists(COUNTS, min_size=2, max_size=2) | VALUES,
     }
 )
 HEADERS = st.dictionaries(st.text(max_size=4) | st.just("__metadata__"), ENTRIES | VALUES, max_size=4)
 
-TEXTS = st.text(st.sampled_from("a./~\0\n\x1b\ud800\udcff") | st.characters(), max_size=8)
+NAMES = st.text(st.sampled_from("a./~\0\n\x1b\ud800\udcff") | st.characters(), max_size=8)
 """With halves of surrogate pairs: JSON can hold them, file names cannot."""
-INDICES = st.fixed_dictionaries({"weight_map": st.dictionaries(TEXTS, TEXTS | SCALARS, max_size=3)})
+INDICES = st.fixed_dictionaries({"weight_map": st.dictionaries(NAMES, NAMES | VALUES, max_size=3)})
 
 
 def attempt(path: Path, content: bytes) -> None:
@@ -112,7 +108,7 @@ def test_any_index(tmp_path: Path, index: object) -> None:
 
 
 @QUICK
-@given(name=TEXTS)
+@given(name=NAMES)
 def test_any_name_of_a_shard(tmp_path: Path, name: str) -> None:
     (tmp_path / INDEX_NAME).write_text(json.dumps({"weight_map": {"x": f"{name}.safetensors"}}))
     with pytest.raises(BadInput) as caught:

@@ -23,6 +23,7 @@ from ratel_cli.model.values.spec import (
 )
 from ratel_cli.schedule.blocks import lay_out_block
 from tests.engine.architectures import ARCHITECTURES, tiny_config
+from tests.json_values import json_values
 from tests.tiers import examples, thinned
 
 SPEC = ModelSpec(
@@ -57,10 +58,7 @@ REST = RestOfBackward(
 )
 NUMBERS = {each.name: at for at, each in enumerate(fields(LayerActivations)) if "_per_" in each.name}
 ACTIVATIONS = LayerActivations(**NUMBERS, rests=(REST,), saved_products=("mlp.up_proj.weight",))
-SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4)
-VALUES = st.recursive(
-    SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3)
-)
+VALUES = json_values()
 
 
 @pytest.mark.parametrize(
