@@ -78,22 +78,47 @@ def test_import_names_all_that_is_impossible_at_once(tmp_path: Path) -> None:
     assert all(any(f"`{key}`" in message for message in messages) for key in wrong), messages
 
 
-def test_an_empty_switch_does_not_hide_another(tmp_path: Path) -> None:
-    assert ours(tmp_path, {**TRL, "adapter": None, "use_peft": True, "lora_target_modules": ["q"]})["adapter"] == "lora"
-    assert ours(tmp_path, {**TRL, "rl": None, "beta": 0.1, "loss_type": "sigmoid"})["rl"] == "dpo"
+IN_FOUR_BITS = {"finetuning_type": "lora", "quantization_bit": 4}
+OWN_SET = {"path": "d.jsonl", "type": "chat_template", "message_field_role": "from"}
 
 
-def test_an_empty_method_of_quantisation_is_bitsandbytes(tmp_path: Path) -> None:
-    config = {**LLAMA_FACTORY, "finetuning_type": "lora", "quantization_bit": 4, "quantization_method": None}
-    assert ours(tmp_path, config)["load_in_4bit"] is True
+@pytest.mark.parametrize(
+    ("theirs", "keys", "expected"),
+    [
+        (TRL, {"adapter": None, "use_peft": True, "lora_target_modules": ["q"]}, {"adapter": "lora"}),
+        (TRL, {"rl": None, "beta": 0.1, "loss_type": "sigmoid"}, {"rl": "dpo"}),
+        (LLAMA_FACTORY, {**IN_FOUR_BITS, "quantization_method": None}, {"load_in_4bit": True}),
+        (LLAMA_FACTORY, {"stage": "dpo", "pref_loss": None}, {"rl": "dpo"}),
+        (
+            AXOLOTL,
+            {"lr_scheduler": "cosine", "cosine_min_lr_ratio": 0.1, "lr_scheduler_kwargs": {"num_cycles": 0.4}},
+            {"lr_scheduler_kwargs": {"num_cycles": 0.4, "min_lr_rate": 0.1}},
+        ),
+    ],
+)
+def test_what_is_empty_hides_nothing_and_what_is_written_stays_beside_what_is_added(
+    tmp_path: Path, theirs: dict[str, object], keys: dict[str, object], expected: dict[str, object]
+) -> None:
+    assert ours(tmp_path, {**theirs, **keys}).items() >= expected.items()
 
 
-def test_options_of_a_schedule_and_mappings_of_messages_stay_beside_what_is_added(tmp_path: Path) -> None:
-    added = {"lr_scheduler": "cosine", "cosine_min_lr_ratio": 0.1, "lr_scheduler_kwargs": {"num_cycles": 0.4}}
-    assert ours(tmp_path, {**AXOLOTL, **added})["lr_scheduler_kwargs"] == {"num_cycles": 0.4, "min_lr_rate": 0.1}
-    each = {**AXOLOTL["datasets"][0], "message_property_mappings": {"content": "text"}, "message_field_role": "from"}  # type: ignore[dict-item]
-    sets = ours(tmp_path, {**AXOLOTL, "datasets": [each]})["datasets"]
-    assert isinstance(sets, list) and sets[0]["message_property_mappings"] == {"content": "text", "role": "from"}
+def test_mappings_of_messages_stay_beside_what_is_added(tmp_path: Path) -> None:
+    sets = ours(tmp_path, {**AXOLOTL, "datasets": [{**OWN_SET, "message_property_mappings": {"content": "text"}}]})
+    assert sets["datasets"][0]["message_property_mappings"] == {"content": "text", "role": "from"}  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        # It does not become a text with the names of our classes.
+        ({**AXOLOTL, "datasets": [{**OWN_SET, "field_thinking": ["a"], "template_thinking_key": "think"}]},
+         r"`datasets[.]0[.]template_thinking_key` must be text"),
+        ({**TRL, "beta": 0.1, "loss_type": ["sigmoid", "ipo"]}, "no key names the method"),
+    ],
+)  # fmt: skip
+def test_a_list_where_a_name_belongs_is_an_error(tmp_path: Path, config: dict[str, object], message: str) -> None:
+    with pytest.raises(BadInput, match=message):
+        imported(tmp_path, config)
 
 
 def test_a_key_of_a_mapping_is_explained_by_its_meaning(tmp_path: Path) -> None:
@@ -108,25 +133,9 @@ def test_the_mixture_of_sets_names_the_share_that_is_held_out(tmp_path: Path) ->
     assert "test_split_size" in {each.written for each in found.outcomes} and "val_set_size: 0.1" in found.text
 
 
-def test_a_list_where_a_name_belongs_is_an_error(tmp_path: Path) -> None:
-    """It does not become a text with the names of our classes."""
-    sets = [{"path": "d.jsonl", "type": "chat_template", "field_thinking": ["a"], "template_thinking_key": "think"}]
-    with pytest.raises(BadInput, match=r"`datasets[.]0[.]template_thinking_key` must be text"):
-        imported(tmp_path, {**AXOLOTL, "datasets": sets})
-
-
 def test_a_negative_batch_is_left_to_the_user(tmp_path: Path) -> None:
     outcomes = imported(tmp_path, {**AXOLOTL, "micro_batch_size": 1, "batch_size": -1})[0].outcomes
     assert [each.fate for each in outcomes if each.written == "batch_size"] == ["undecided"]
-
-
-def test_an_empty_loss_is_the_default_of_its_stage(tmp_path: Path) -> None:
-    assert ours(tmp_path, {**LLAMA_FACTORY, "stage": "dpo", "pref_loss": None})["rl"] == "dpo"
-
-
-def test_a_list_of_losses_is_none_of_the_methods(tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match="no key names the method"):
-        imported(tmp_path, {**TRL, "beta": 0.1, "loss_type": ["sigmoid", "ipo"]})
 
 
 def tables() -> dict[str, list[dict[str, str]]]:

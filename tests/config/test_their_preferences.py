@@ -34,6 +34,10 @@ def axolotl(kind: object, **more: object) -> dict[str, object]:
     return {**AXOLOTL, "datasets": [{"path": "rows.jsonl", "type": kind}], **more}
 
 
+CHATS = axolotl("chat_template")
+SIMPO = {"rl": "simpo", "simpo_gamma": 0.4, "cpo_alpha": 0.0}
+
+
 @pytest.mark.parametrize(
     ("kind", "columns", "template"),
     [
@@ -71,24 +75,12 @@ def test_axolotls_own_columns(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("theirs", "keys", "wanted"),
     [
-        (axolotl("chat_template"), {"rl": "orpo", "orpo_alpha": 0.2}, {"rl": "orpo", "rl_beta": 0.2}),
-        (
-            axolotl("chat_template"),
-            {"rl": "simpo", "simpo_gamma": 0.4, "cpo_alpha": 0.0},
-            {"rl": "simpo", "simpo_gamma": 0.4, "cpo_alpha": 0.0},
-        ),
-        (
-            axolotl("chat_template"),
-            {"rl": "kto", "kto_desirable_weight": 0.2},
-            {"rl": "kto", "kto_desirable_weight": 0.2},
-        ),
-        (axolotl("chat_template"), {"rl": "dpo", "dpo_loss_type": ["ipo"]}, {"rl": "ipo"}),
-        (
-            axolotl("chat_template"),
-            {"rl": "dpo", "dpo_loss_type": ["sigmoid"], "dpo_padding_free": True},
-            {"rl": "dpo"},
-        ),
-        (axolotl("chat_template"), {"rl": None}, {"rl": None}),
+        (CHATS, {"rl": "orpo", "orpo_alpha": 0.2}, {"rl": "orpo", "rl_beta": 0.2}),
+        (CHATS, SIMPO, SIMPO),
+        (CHATS, {"rl": "kto", "kto_desirable_weight": 0.2}, {"rl": "kto", "kto_desirable_weight": 0.2}),
+        (CHATS, {"rl": "dpo", "dpo_loss_type": ["ipo"]}, {"rl": "ipo"}),
+        (CHATS, {"rl": "dpo", "dpo_loss_type": ["sigmoid"], "dpo_padding_free": True}, {"rl": "dpo"}),
+        (CHATS, {"rl": None}, {"rl": None}),
         (FACTORY, {"pref_beta": 0.2, "pref_loss": "sigmoid", "pref_ftx": 0.0}, {"rl": "dpo", "rl_beta": 0.2}),
         (FACTORY, {}, {"rl": "dpo", "rl_beta": 0.1}),
         (FACTORY, {"pref_loss": "simpo", "simpo_gamma": 0.7}, {"rl": "simpo", "cpo_alpha": 0.0, "simpo_gamma": 0.7}),
