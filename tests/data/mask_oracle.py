@@ -34,3 +34,8 @@ def ids_and_labels(marked: str) -> tuple[list[int], list[int]]:
         ids.append(_ALL.index(piece))
         labels.append(ids[-1] if has_loss else NO_LOSS)
     return ids, labels
+
+
+def marked_samples(*texts: str) -> list[tuple[list[int], list[int]]]:
+    """The samples of marked texts; nothing predicts the first token."""
+    return [(ids, [NO_LOSS, *labels[1:]]) for ids, labels in map(ids_and_labels, texts)]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -56,6 +56,9 @@ def _turns(*contents: str) -> list[ChatMessage]:
     return [{"role": ("user", "assistant")[index % 2], "content": text} for index, text in enumerate(contents)]
 
 
+FOUR = _turns("hello", "one", "again", "two")
+
+
 def _located(template: str, messages: list[ChatMessage]) -> list[str]:
     compiled = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).from_string(template)
 
@@ -71,38 +74,27 @@ def _located(template: str, messages: list[ChatMessage]) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("template", "expected"),
+    ("template", "messages", "expected"),
     [
-        (PLAIN, ["one</>\n", "two</>\n"]),
-        (REASONING, ["one</>\n", "<think></think>two</>\n"]),
-        (OPENED, ["one</>\n", "two</>\n"]),
-        (BRACKETS, [" one</s>", " two</s>"]),
-        (ONE_END, ["one", "two</s>"]),
+        (PLAIN, FOUR, ["one</>\n", "two</>\n"]),
+        (REASONING, FOUR, ["one</>\n", "<think></think>two</>\n"]),
+        (OPENED, FOUR, ["one</>\n", "two</>\n"]),
+        (BRACKETS, FOUR, [" one</s>", " two</s>"]),
+        (ONE_END, FOUR, ["one", "two</s>"]),
+        # Turns that look like each other, or like the stand-in.
+        (PLAIN, _turns(*"xxxxx"), ["x</>\n", "x</>\n"]),
+        (REASONING, _turns(*"xxxxx"), ["x</>\n", "x</>\n"]),
+        (REASONING, [*_turns("TextOfOneAssistantTurn"), *FOUR[1:]], ["one</>\n", "<think></think>two</>\n"]),
+        # The assistant begins, speaks twice, and not at all.
+        (PLAIN, FOUR[1:], ["one</>\n", "two</>\n"]),
+        (PLAIN, [*FOUR[:2], FOUR[3]], ["one</>\n", "two</>\n"]),
+        (PLAIN, FOUR[:1], []),
     ],
 )
-def test_turns_are_found_in_templates_of_every_kind(template: str, expected: list[str]) -> None:
-    assert _located(template, _turns("hello", "one", "again", "two")) == expected
-
-
-def test_turns_that_look_like_each_other_or_the_stand_in() -> None:
-    same = _turns("x", "x", "x", "x", "x")
-    assert _located(PLAIN, same) == ["x</>\n", "x</>\n"]
-    assert _located(REASONING, same) == ["x</>\n", "x</>\n"]
-    stand_in = _turns("TextOfOneAssistantTurn", "one", "again", "two")
-    assert _located(REASONING, stand_in) == ["one</>\n", "<think></think>two</>\n"]
-
-
-def test_a_conversation_that_begins_with_the_assistant() -> None:
-    assert _located(PLAIN, _turns("", "one", "b", "two")[1:]) == ["one</>\n", "two</>\n"]
-
-
-def test_turns_of_the_assistant_in_a_row() -> None:
-    messages: list[ChatMessage] = [*_turns("a", "one"), {"role": "assistant", "content": "two"}]
-    assert _located(PLAIN, messages) == ["one</>\n", "two</>\n"]
-
-
-def test_a_conversation_without_assistant_has_no_turns() -> None:
-    assert _located(PLAIN, _turns("a")) == []
+def test_turns_are_found_in_templates_and_conversations_of_every_kind(
+    template: str, messages: list[ChatMessage], expected: list[str]
+) -> None:
+    assert _located(template, messages) == expected
 
 
 @pytest.mark.parametrize("template", [REVERSED, SILENT])
@@ -139,16 +131,21 @@ def test_generation_tag(template: str, found: bool) -> None:
     assert has_generation_tag(template) == found
 
 
-def _children() -> set[str]:
-    return set(Path(f"/proc/self/task/{threading.get_native_id()}/children").read_text().split())
+def children_of_all_threads() -> set[str]:
+    """The processes that this one has started."""
+    found = set[str]()
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has just ended
+            found |= {*(task / "children").read_text().split()}
+    return found
 
 
 @pytest.fixture
 def no_child_left() -> Iterator[set[str]]:
     """The processes from before the test. Checks that the rendering process is gone afterwards."""
-    before = _children()
+    before = children_of_all_threads()
     yield before
-    assert _children() == before
+    assert children_of_all_threads() == before
 
 
 def _draft(*contents: str) -> ChatDraft:
@@ -215,10 +212,10 @@ def test_an_endless_template_ends_the_run() -> None:
 
 @pytest.mark.usefixtures("forks")
 def test_a_slow_template_says_so_once() -> None:
-    loops = "{% for i in range(1000) %}{% for j in range(1000) %}{% endfor %}{% endfor %}"
+    loops = "{% for i in range(100) %}{% for j in range(1000) %}{% endfor %}{% endfor %}"
     slow = "{% if messages | length > 1 %}" + loops + "{% endif %}"
     said: list[str] = []
-    with ChatRenderer(slow, {}, notice=said.append, limit_seconds=60, slow_seconds=0.01) as renderer:
+    with ChatRenderer(slow, {}, notice=said.append, limit_seconds=60, slow_seconds=0.001) as renderer:
         for _ in range(2):
             renderer.render(_draft("a", "b"), locate=False)
     assert said == ["the chat template takes long for one conversation; it is stopped after 60 s, and the run with it"]
@@ -252,7 +249,7 @@ def test_words_may_be_trimmed_by_the_template() -> None:
 @pytest.mark.parametrize("locate", thinned([False, True], every=2, offset=1))
 def test_a_child_that_dies_ends_the_run(no_child_left: set[str], locate: bool) -> None:
     with ChatRenderer(PLAIN, {}) as renderer:
-        (child,) = _children() - no_child_left
+        (child,) = children_of_all_threads() - no_child_left
         os.kill(int(child), signal.SIGKILL)
         for _ in range(2):
             with pytest.raises(BadInput, match="the process that renders chat templates ended: killed by SIGKILL"):
@@ -262,7 +259,7 @@ def test_a_child_that_dies_ends_the_run(no_child_left: set[str], locate: bool) -
 def test_ctrl_c_does_not_reach_the_child(no_child_left: set[str]) -> None:
     """A child in the terminal's process group would die of Ctrl-C, and its death could hide why the run ends."""
     with ChatRenderer(PLAIN, {}):
-        (child,) = _children() - no_child_left
+        (child,) = children_of_all_threads() - no_child_left
         assert os.getpgid(int(child)) != os.getpgid(0)
 
 

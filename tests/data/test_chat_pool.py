@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 
 import pytest
 
@@ -15,7 +13,7 @@ from ratel_cli.data.text.chat import ChatRenderer, RenderedChat
 from ratel_cli.data.text.chat_pool import ChatPool
 from ratel_cli.data.text.drafts import ChatDraft, Unusable
 from ratel_cli.errors import BadInput, EnvironmentFailure
-from tests.data.test_chat import PLAIN, _turns
+from tests.data.test_chat import PLAIN, _turns, children_of_all_threads
 
 ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 TEMPLATE = (
@@ -29,21 +27,12 @@ def _chat_children() -> None:
     """The children start as in a run: no forks."""
 
 
-def _children() -> set[str]:
-    """The processes that this one has started, in any thread."""
-    found = set[str]()
-    for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has just ended
-            found |= {*(task / "children").read_text().split()}
-    return found
-
-
 @pytest.fixture(autouse=True)
 def children() -> Iterator[Callable[[], int]]:
     """How many children there are more than before the test; none afterwards."""
-    before = _children()
-    yield lambda: len(_children() - before)
-    assert _children() == before
+    before = children_of_all_threads()
+    yield lambda: len(children_of_all_threads() - before)
+    assert children_of_all_threads() == before
 
 
 def _pool(*, most: int, alone: int = 0, **options: object) -> ChatPool:
@@ -128,7 +117,7 @@ def test_children_that_do_not_start(children: Callable[[], int]) -> None:
 @pytest.mark.full
 def test_a_slow_template_is_told_once() -> None:
     told: list[str] = []
-    slow = PLAIN + "{% for i in range(300) %}{% for j in range(2000) %}{% endfor %}{% endfor %}"
+    slow = PLAIN + "{% for i in range(30) %}{% for j in range(2000) %}{% endfor %}{% endfor %}"
     begin = partial(ChatRenderer, slow, {}, limit_seconds=60, slow_seconds=0.001)
     with ChatPool(begin, most=2, alone=0, notice=told.append) as pool:
         _asked(pool, *["x"] * 40)

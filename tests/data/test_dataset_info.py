@@ -13,8 +13,8 @@ from ratel_cli.config.others.dataset_info import describe_set
 from ratel_cli.config.yaml.yaml_marks import Plain
 from ratel_cli.data.text.rows import DatasetSource
 from tests.data.conftest import CHATML, Load
-from tests.data.mask_oracle import ids_and_labels
-from tests.data.test_forms import END, WITH_CALLS, A, S, T, U, char_tokenizer, rows, samples_of
+from tests.data.mask_oracle import marked_samples
+from tests.data.test_forms import CALL, END, WITH_CALLS, A, S, T, U, char_tokenizer, rows, samples_of, shared
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,25 +47,15 @@ FORMS = {
     "sharegpt": Described(
         entry={"formatting": "sharegpt", "columns": {"messages": "conversations", "system": "sys", "tools": "tools"}},
         row={
-            "conversations": [
-                {"from": "human", "value": "a"},
-                {"from": "function_call", "value": '{"name": "f", "arguments": {}}'},
-                {"from": "observation", "value": "o"},
-                {"from": "gpt", "value": "b"},
-            ],
+            "conversations": shared(human="a", function_call=CALL, observation="o", gpt="b"),
             "sys": "be",
             "tools": "[]",
         },
-        sample=f"{S}be{END}\n{U}a{END}\n{A}⟦[f{{}}]{END}\n⟧{T}o{END}\n{A}⟦b{END}\n⟧",
+        sample=f'{S}be{END}\n{U}a{END}\n{A}⟦[f{{"x": 1}}]{END}\n⟧{T}o{END}\n{A}⟦b{END}\n⟧',
     ),
     "sharegpt with another name for function calls": Described(
         entry={"formatting": "sharegpt", "tags": {"function_tag": "called"}},
-        row={
-            "conversations": [
-                {"from": "human", "value": "a"},
-                {"from": "called", "value": '{"name": "function_call", "arguments": {}}'},
-            ]
-        },
+        row={"conversations": shared(human="a", called='{"name": "function_call", "arguments": {}}')},
         sample=f"{U}a{END}\n{A}⟦[function_call{{}}]{END}\n⟧",
     ),
     "OpenAI's messages with other roles": Described(
@@ -87,5 +77,4 @@ def test_tokens_and_mask(load: Load, tmp_path: Path, name: str) -> None:
         tokenizer=char_tokenizer(template, eos="<|im_end|>"),
         sequence_len=512,
     )
-    ids, labels = ids_and_labels(form.sample)
-    assert samples_of(data) == [(ids, [-100, *labels[1:]])]
+    assert samples_of(data) == marked_samples(form.sample)

@@ -42,9 +42,13 @@ def _pairs(answer: Encoded | Unusable) -> list[Pair]:
     return [(sample.input_ids.tolist(), sample.labels.tolist()) for sample in answer.samples]
 
 
-def _encode(tokenizer: object, draft: Draft, **settings_: bool | int) -> list[Pair]:
+def _answer(tokenizer: object, draft: Draft, **settings_: bool | int) -> Encoded | Unusable:
     with _encoder(tokenizer, **settings_) as encoder:  # type: ignore[arg-type]
-        return _pairs(encoder.encode([draft])[0])
+        return encoder.encode([draft])[0]
+
+
+def _encode(tokenizer: object, draft: Draft, **settings_: bool | int) -> list[Pair]:
+    return _pairs(_answer(tokenizer, draft, **settings_))
 
 
 def _ids(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
@@ -136,8 +140,7 @@ def test_a_turn_that_shares_a_token_with_its_header_is_rejected(make_tokenizer: 
     tokenizer = make_tokenizer(chat_template=template)
     messages: list[ChatMessage] = [{"role": "user", "content": "the la"}, {"role": "assistant", "content": "zy dog"}]
     assert len(_ids(tokenizer, " lazy")) < len(_ids(tokenizer, " la")) + len(_ids(tokenizer, "zy"))
-    with _encoder(tokenizer) as encoder:
-        (answer,) = encoder.encode([ChatDraft(messages=messages, tools=None)])
+    answer = _answer(tokenizer, ChatDraft(messages=messages, tools=None))
     assert isinstance(answer, Unusable)
     assert "one token contains text from inside and outside an assistant turn" in str(answer)
 
@@ -153,8 +156,7 @@ def test_a_turn_that_changes_the_tokens_before_it_is_rejected() -> None:
     tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
     assert [len(_ids(tokenizer, text)) for text in ("x\n\n", "x\n\ny")] == [2, 4]
     messages: list[ChatMessage] = [{"role": "user", "content": "x\n\n"}, {"role": "assistant", "content": "y"}]
-    with _encoder(tokenizer) as encoder:
-        (answer,) = encoder.encode([ChatDraft(messages=messages, tools=None)])
+    answer = _answer(tokenizer, ChatDraft(messages=messages, tools=None))
     assert isinstance(answer, Unusable), "it would be trained after tokens that no prompt has"
 
 
@@ -210,8 +212,7 @@ def test_split_text_predicts_every_token_once(
 def test_tokens_are_taken_as_they_are_and_cut(tokenizer: PreTrainedTokenizerFast, length: int) -> None:
     ids = [5 + index for index in range(length)]
     labels = [IGNORED_TARGET] * (length // 2) + [9] * (length - length // 2)  # labels need not be the ids
-    with _encoder(tokenizer, sequence_len=8) as encoder:
-        (answer,) = encoder.encode([TokensDraft(input_ids=ids, labels=labels)])
+    answer = _answer(tokenizer, TokensDraft(input_ids=ids, labels=labels), sequence_len=8)
     if length == 1:
         assert str(answer) == "all masked: no token has loss"
     else:
@@ -241,8 +242,7 @@ def test_tokens_are_taken_as_they_are_and_cut(tokenizer: PreTrainedTokenizerFast
     ],
 )
 def test_reasons(tokenizer: PreTrainedTokenizerFast, draft: Draft, reason: str) -> None:
-    with _encoder(tokenizer, sequence_len=8) as encoder:
-        (answer,) = encoder.encode([draft])
+    answer = _answer(tokenizer, draft, sequence_len=8)
     assert isinstance(answer, Unusable)
     assert str(answer).startswith(reason)
 

@@ -49,42 +49,36 @@ def test_questions_without_a_chat_template_become_alpaca() -> None:
     assert found.draft(record) == TextDraft(prompt=_alpaca("q"), answer="a")
 
 
-@pytest.mark.parametrize(
-    ("source", "kind", "used"),
-    [
-        (DatasetSource(path="p", type="completion"), "completion", ("text",)),
-        (DatasetSource(path="p", type="completion", field="body"), "completion", ("body",)),
-        (DatasetSource(path="p", field="body"), "completion", ("body",)),
-        (DatasetSource(path="p", type="alpaca", field_output="answer"), "alpaca", ("instruction", "input", "answer")),
-        (DatasetSource(path="p", type="tokens"), "tokens", ("input_ids", "labels")),
-        (DatasetSource(path="p", type="chat_template", field_messages="turns"), "messages", ("turns",)),
-        (DatasetSource(path="p", field_messages="turns"), "messages", ("turns",)),
-    ],
-)
-def test_settings_come_before_columns(source: DatasetSource, kind: str, used: tuple[str, ...]) -> None:
-    record: dict[str, object] = {"turns": TURNS} if source.field_messages == "turns" else {"body": "x"}
-    found = decide_format(source, record, has_chat_template=True)
-    assert (found.kind, found.columns) == (kind, used)
+BODY: dict[str, object] = {"body": "x"}
+CHATS: dict[str, object] = {"turns": TURNS}
+PAIRED = {**dict.fromkeys(("prompt", "completion", "text", "body"), "x"), **CHATS}
+ALL = {**PAIRED, "messages": TURNS}
 
 
 @pytest.mark.parametrize(
-    ("keys", "kind"),
+    ("keys", "record", "kind", "used"),
     [
-        ({}, "prompt_completion"),
-        ({"type": "completion"}, "completion"),
-        ({"field": "body"}, "completion"),
-        ({"field_messages": "turns"}, "messages"),
-        ({"field_instruction": "text", "field_output": "body"}, "alpaca"),
-        ({"type": "chat_template"}, "messages"),
+        ({"type": "completion"}, BODY, "completion", ("text",)),
+        ({"type": "completion", "field": "body"}, BODY, "completion", ("body",)),
+        ({"field": "body"}, BODY, "completion", ("body",)),
+        ({"type": "alpaca", "field_output": "answer"}, BODY, "alpaca", ("instruction", "input", "answer")),
+        ({"type": "tokens"}, BODY, "tokens", ("input_ids", "labels")),
+        ({"type": "chat_template", "field_messages": "turns"}, CHATS, "messages", ("turns",)),
+        ({"field_messages": "turns"}, CHATS, "messages", ("turns",)),
+        # A prompt and its completion come first, as in TRL, unless the type or other columns are the user's choice.
+        ({}, ALL, "prompt_completion", ("prompt", "completion")),
+        ({"type": "completion"}, ALL, "completion", ("text",)),
+        ({"field": "body"}, PAIRED, "completion", ("body",)),
+        ({"field_messages": "turns"}, ALL, "messages", ("turns",)),
+        ({"field_instruction": "text", "field_output": "body"}, PAIRED, "alpaca", ("text", "input", "body")),
+        ({"type": "chat_template"}, ALL, "messages", ("messages",)),
     ],
 )
-def test_prompt_and_completion_come_before_what_else_a_row_has(keys: dict[str, str], kind: str) -> None:
-    """As in TRL, unless the type or other columns are the user's choice."""
-    record: dict[str, object] = {**dict.fromkeys(("prompt", "completion", "text", "body"), "x"), "turns": TURNS}
-    if keys.keys().isdisjoint({"field", "field_output"}):  # which messages come before
-        record["messages"] = TURNS
+def test_settings_come_before_columns(
+    keys: dict[str, str], record: dict[str, object], kind: str, used: tuple[str, ...]
+) -> None:
     found = decide_format(DatasetSource(path="p", **keys), record, has_chat_template=True)  # type: ignore[arg-type]
-    assert found.kind == kind
+    assert (found.kind, found.columns) == (kind, used)
 
 
 def test_unknown_columns_are_named() -> None:
@@ -196,6 +190,7 @@ ROUNDS = RowFormat(
 FLAGGED = RowFormat(kind="messages", columns=("messages",), turns=TurnOptions(training_key="train"))
 UNPROMPTED = RowFormat(kind="messages", columns=("messages",), turns=TurnOptions(drops_system_message=True))
 CALLS = RowFormat(kind="messages", columns=("messages",), turns=TurnOptions(roles={"call": "function_call"}))
+DO: dict[str, object] = {"instruction": "a", "output": "b"}
 _NO_CALL = "message 1 is no tool call: an object with name and arguments is needed"
 
 
@@ -209,7 +204,7 @@ REASONS: list[tuple[RowFormat, dict[str, object], str]] = [
     (QUESTION, {"question": "a"}, "the field 'answer' is missing"),
     (ALPACA, {"instruction": "a"}, "the field 'output' is missing"),
     (ALPACA, {"instruction": ["a"], "output": "b"}, "'instruction' must be text, not an array"),
-    (ALPACA, {"instruction": "a", "output": "b", "input": {}}, "'input' must be text, not an object"),
+    (ALPACA, {**DO, "input": {}}, "'input' must be text, not an object"),
     (CHAT, {}, "the field 'messages' is missing"),
     (CHAT, {"messages": "a"}, "'messages' must be an array of messages, not text"),
     (CHAT, {"messages": []}, "the conversation has no messages"),
@@ -235,28 +230,12 @@ REASONS: list[tuple[RowFormat, dict[str, object], str]] = [
         {"prompt": TURNS, "completion": TURNS[1:]},
         "'prompt' ends with an assistant turn, so there is nothing to answer",
     ),
-    (ROUNDS, {"instruction": "a", "output": "b", "history": "x"}, "'history' is not JSON"),
-    (
-        ROUNDS,
-        {"instruction": "a", "output": "b", "history": [["x", "y"], ["x"]]},
-        "round 2 of 'history' must be a pair of question and answer",
-    ),
-    (
-        ROUNDS,
-        {"instruction": "a", "output": "b", "history": [["x", 7]]},
-        "'round 1 of history' must be text, not a number",
-    ),
-    (ROUNDS, {"instruction": "a", "output": "b", "system": 7}, "'system' must be text, not a number"),
-    (
-        FLAGGED,
-        {"messages": [{**TURNS[0], "train": "yes"}]},
-        "'train' of message 1 must be true or false",
-    ),
-    (
-        UNPROMPTED,
-        {"messages": [{"role": "system", "content": "s"}]},
-        "the conversation has a system prompt alone",
-    ),
+    (ROUNDS, {**DO, "history": "x"}, "'history' is not JSON"),
+    (ROUNDS, {**DO, "history": [["x", "y"], ["x"]]}, "round 2 of 'history' must be a pair of question and answer"),
+    (ROUNDS, {**DO, "history": [["x", 7]]}, "'round 1 of history' must be text, not a number"),
+    (ROUNDS, {**DO, "system": 7}, "'system' must be text, not a number"),
+    (FLAGGED, {"messages": [{**TURNS[0], "train": "yes"}]}, "'train' of message 1 must be true or false"),
+    (UNPROMPTED, {"messages": [{"role": "system", "content": "s"}]}, "the conversation has a system prompt alone"),
     (CALLS, {"messages": [{"from": "call", "value": "f()"}]}, "'content of message 1' is not JSON"),
     (CALLS, {"messages": [{"from": "call", "value": "7"}]}, _NO_CALL),
     (CALLS, {"messages": [{"from": "call", "value": '[{"name": 7}]'}]}, _NO_CALL),

@@ -20,7 +20,7 @@ from ratel_cli.data.files.lines import Reject, read_text_file
 from ratel_cli.data.text.drafts import TrainOnInputs
 from ratel_cli.data.text.rows import DatasetSource
 from tests.data.conftest import CHATML, Load
-from tests.data.mask_oracle import SPECIAL, ids_and_labels, vocabulary
+from tests.data.mask_oracle import SPECIAL, marked_samples, vocabulary
 
 NO_PROMPT = CHATML.partition("{% if add_generation_prompt %}")[0]
 WITH_CALLS = (
@@ -38,6 +38,12 @@ def message(role: str, content: str, **more: object) -> dict[str, object]:
     return {"role": role, "content": content, **more}
 
 
+def shared(**turns: str) -> list[dict[str, str]]:
+    """A conversation as ShareGPT has it."""
+    return [{"from": role, "value": text} for role, text in turns.items()]
+
+
+CALL = '{"name": "f", "arguments": {"x": 1}}'
 TWO_ROUNDS = [message("user", "a"), message("assistant", "b"), message("user", "c"), message("assistant", "d")]
 
 
@@ -167,9 +173,7 @@ FORMS = {
     ),
     "question and answer": Form(content=rows({"question": "a", "answer": "b"}), samples=(f"{U}a{END}\n{A}⟦b{END}\n⟧",)),
     "ShareGPT": Form(
-        content=rows(
-            {"conversations": [{"from": f, "value": v} for f, v in (("system", "s"), ("human", "a"), ("gpt", "b"))]}
-        ),
+        content=rows({"conversations": shared(system="s", human="a", gpt="b")}),
         samples=(f"{S}s{END}\n{U}a{END}\n{A}⟦b{END}\n⟧",),
     ),
     "axolotl: roles_to_train, the EOS token of trained turns": Form(
@@ -229,12 +233,7 @@ FORMS = {
     "LLaMA-Factory: sharegpt with a function call": Form(
         content=rows(
             {
-                "conversations": [
-                    {"from": "human", "value": "a"},
-                    {"from": "function_call", "value": '{"name": "f", "arguments": {"x": 1}}'},
-                    {"from": "observation", "value": "o"},
-                    {"from": "gpt", "value": "b"},
-                ],
+                "conversations": shared(human="a", function_call=CALL, observation="o", gpt="b"),
                 "system": "s",
                 "tools": '[{"name": "f"}]',
             }
@@ -290,11 +289,7 @@ def test_tokens_and_mask(load: Load, tmp_path: Path, name: str) -> None:
         sequence_len=512,
         train_on_inputs=form.train_on_inputs,
     )
-    expected = []
-    for text in form.samples:
-        ids, labels = ids_and_labels(text)
-        expected.append((ids, [-100, *labels[1:]]))  # nothing predicts the first token
-    assert samples_of(data) == expected
+    assert samples_of(data) == marked_samples(*form.samples)
 
 
 HEADERLESS = (

@@ -14,7 +14,7 @@ import pytest
 from ratel_cli.data.text.rows import DatasetSource
 from tests.config.config_loading import imported
 from tests.data.conftest import CHATML, Load
-from tests.data.mask_oracle import ids_and_labels
+from tests.data.mask_oracle import marked_samples
 from tests.data.test_forms import ALPACA, ALPACA_INPUT, END, TWO_ROUNDS, A, S, U, char_tokenizer, message, samples_of
 
 LLAMA_FACTORY = {"template": "qwen", "stage": "sft", "finetuning_type": "full"}
@@ -144,5 +144,4 @@ def test_tokens_and_mask(load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyP
         sequence_len=512,
         train_on_inputs=config.train_on_inputs,
     )
-    ids, labels = ids_and_labels(form.sample)
-    assert samples_of(data) == [(ids, [-100, *labels[1:]])]
+    assert samples_of(data) == marked_samples(form.sample)

@@ -23,6 +23,7 @@ SHAPE, NUM_CLASSES = (2, 4, 3), 3
 ELEMENTS = 24
 
 Numbers = NDArray[Any]
+Write = Callable[[Path, Numbers, Numbers], None]
 
 
 def _numbers(size: int, dtype: str = "float32") -> tuple[Numbers, Numbers]:
@@ -44,22 +45,17 @@ def _table(latents: Numbers, labels: Numbers, kind: Any) -> Any:  # noqa: ANN401
     return pyarrow.table({"other": [7] * len(rows), "latents": pyarrow.array(rows, kind), "labels": labels})
 
 
-def _write_nested(path: Path, latents: Numbers, labels: Numbers) -> None:
-    pyarrow.parquet.write_table(_table(latents, labels, _list_type(str(latents.dtype), -1, -1, -1)), path)
+def _in_lists(*sizes: int, label_dtype: str = "int64", **options: object) -> Write:
+    def write(path: Path, latents: Numbers, labels: Numbers) -> None:
+        table = _table(latents, labels.astype(label_dtype), _list_type(str(latents.dtype), *sizes))
+        pyarrow.parquet.write_table(table, path, **options)
+
+    return write
 
 
-def _write_fixed(path: Path, latents: Numbers, labels: Numbers) -> None:
-    pyarrow.parquet.write_table(_table(latents, labels, _list_type(str(latents.dtype), *SHAPE)), path, row_group_size=4)
-
-
-def _write_flat(path: Path, latents: Numbers, labels: Numbers) -> None:
-    table = _table(latents, labels.astype("int8"), _list_type(str(latents.dtype), -1))
-    pyarrow.parquet.write_table(table, path, row_group_size=3, use_dictionary=False, compression="none")
-
-
-def _write_fixed_flat(path: Path, latents: Numbers, labels: Numbers) -> None:
-    table = _table(latents, labels.astype("uint16"), _list_type(str(latents.dtype), ELEMENTS))
-    pyarrow.parquet.write_table(table, path, row_group_size=1)
+_write_nested = _in_lists(-1, -1, -1)
+_write_fixed = _in_lists(*SHAPE, row_group_size=4)
+_write_flat = _in_lists(-1, label_dtype="int8", row_group_size=3, use_dictionary=False, compression="none")
 
 
 def _write_large_lists(path: Path, latents: Numbers, labels: Numbers) -> None:
@@ -84,9 +80,15 @@ def _write_by_datasets(path: Path, latents: Numbers, labels: Numbers) -> None:
     rows.to_parquet(path, batch_size=4)
 
 
-WRITERS = (
-    _write_nested, _write_fixed, _write_flat, _write_fixed_flat, _write_large_lists, _write_tensors, _write_by_datasets,
-)  # fmt: skip
+WRITERS = {
+    "nested": _write_nested,
+    "fixed": _write_fixed,
+    "flat": _write_flat,
+    "fixed, flat": _in_lists(ELEMENTS, label_dtype="uint16", row_group_size=1),
+    "large lists": _write_large_lists,
+    "tensors": _write_tensors,
+    "by datasets": _write_by_datasets,
+}
 
 
 def _write_safetensors(path: Path, latents: Numbers, labels: Numbers) -> None:
@@ -97,18 +99,14 @@ def _opened(path: Path) -> LatentFiles:
     return open_latents(latent_paths(str(path)), latent_shape=SHAPE, num_classes=NUM_CLASSES)
 
 
-@pytest.mark.parametrize("write", WRITERS)
+@pytest.mark.parametrize("writer", WRITERS)
 @pytest.mark.parametrize(("size", "dtype"), [(1, "float16"), (2, "float64"), (11, "float32"), (16, "float16")])
 def test_parquet_has_the_bits_of_safetensors(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    write: Callable[[Path, Numbers, Numbers], None],
-    size: int,
-    dtype: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writer: str, size: int, dtype: str
 ) -> None:
     """In any order of rows, whatever their form, and also if a row group is decoded in parts of three rows."""
     latents, labels = _numbers(size, dtype)
-    write(tmp_path / "a.parquet", latents, labels)
+    WRITERS[writer](tmp_path / "a.parquet", latents, labels)
     _write_safetensors(tmp_path / "a.safetensors", latents, labels)
     found, wanted = _opened(tmp_path / "a.parquet"), _opened(tmp_path / "a.safetensors")
     assert torch.equal(found.labels, wanted.labels) and found.labels.dtype == torch.int64
@@ -177,10 +175,7 @@ _FLAT = [[float(k)] * ELEMENTS for k in range(3)]
         ({"latents": _ROWS}, "no column labels"),
         ({"latents": [*_ROWS[:2], [[[0.0] * 3] * 4]], "labels": [0, 1, 2]}, "row 3: latents has 1 in a list, but the"),
         ({"latents": [_ROWS[0], [[[0.0] * 2] * 4] * 2], "labels": [0, 1]}, "row 2: latents has 2 in a list, but the"),
-        (
-            {"latents": [*_FLAT[:2], [0.0] * 23], "labels": [0, 1, 2]},
-            "row 3: latents has 23 in a list, but the",
-        ),
+        ({"latents": [*_FLAT[:2], [0.0] * 23], "labels": [0, 1, 2]}, "row 3: latents has 23 in a list, but the"),
         ({"latents": [[_FLAT[0]]], "labels": [0]}, "no lists of latents"),
         ({"latents": [1.0, 2.0], "labels": [0, 1]}, "latents is double, no lists of latents"),
         ({"latents": [["a"] * ELEMENTS], "labels": [0]}, "no lists of latents"),
@@ -236,7 +231,7 @@ def test_a_damaged_page_is_rejected(tmp_path: Path) -> None:
 
 
 def test_a_set_without_latents_is_rejected(tmp_path: Path) -> None:
-    for write in WRITERS:
+    for write in WRITERS.values():
         write(tmp_path / "a.parquet", *_numbers(0))
         with pytest.raises(BadInput, match="the datasets have no latents"):
             _opened(tmp_path)

@@ -322,11 +322,6 @@ def test_ids_of_calls_that_are_not_allowed(vocabulary: Vocabulary, tokenizer: To
     assert not said(answer)
 
 
-def test_a_result_without_a_call(tokenizer: Tokenizers) -> None:
-    answer = encode(tokenizer("v13"), draft_of([ASK, {"role": "tool", "content": "x"}, ANSWER]))
-    assert reason(answer).startswith("mistral-common rejects the conversation: ")
-
-
 @pytest.mark.parametrize(
     "tool",
     [{"name": "w", "description": "d"}, {**TOOL, "strict": True}, {"function": {"name": "w", "description": "d"}}],
@@ -389,9 +384,12 @@ def test_conversations_that_are_rejected(tokenizer: Tokenizers, messages: list[M
     assert reason(encode(tokenizer("v13"), draft_of(messages))) == expected
 
 
-def test_a_tool_that_is_none(tokenizer: Tokenizers) -> None:
-    answer = encode(tokenizer("v13"), draft_of([ASK, ANSWER], tools=["w"]))
-    assert reason(answer) == "tool 1 must be an object, not text"
+def test_tools_and_results_that_are_rejected(tokenizer: Tokenizers) -> None:
+    assert (
+        reason(encode(tokenizer("v13"), draft_of([ASK, ANSWER], tools=["w"]))) == "tool 1 must be an object, not text"
+    )
+    alone = encode(tokenizer("v13"), draft_of([ASK, {"role": "tool", "content": "x"}, ANSWER]))
+    assert reason(alone).startswith("mistral-common rejects the conversation: ")
 
 
 def test_what_a_template_would_get_is_noted(tokenizer: Tokenizers) -> None:
@@ -402,16 +400,12 @@ def test_what_a_template_would_get_is_noted(tokenizer: Tokenizers) -> None:
 
 
 def test_prompts_that_cannot_be_answered(tokenizer: Tokenizers) -> None:
-    for conversation_, expected in (
-        (
-            [dict(ASK), dict(ANSWER)],
-            "prompt 1: mistral-common rejects the conversation: Expected last role User or Tool",
-        ),
-        ([{"role": "critic", "content": "x"}], "prompt 1: message 1: mistral-common has no role critic"),
+    for asked, expected in (
+        ([dict(ASK), dict(ANSWER)], "mistral-common rejects the conversation: Expected last role User or Tool"),
+        ([{"role": "critic", "content": "x"}], "message 1: mistral-common has no role critic"),
     ):
-        with pytest.raises(BadInput) as raised:
-            encode_prompts(tokenizer("v13"), [conversation_], raw=False, notice=print)
-        assert raised.value.message.startswith(expected)
+        with pytest.raises(BadInput, match=f"^prompt 1: {expected}"):
+            encode_prompts(tokenizer("v13"), [asked], raw=False, notice=print)
 
 
 def test_a_package_that_puts_conversations_together_otherwise(
@@ -422,9 +416,8 @@ def test_a_package_that_puts_conversations_together_otherwise(
     monkeypatch.setattr(made, "_library", other)
     made._blocks.clear()
     draft = draft_of([ASK, ANSWER])
-    assert (
-        reason(encode(made, draft)) == "the messages cannot be located in what mistral-common makes of the conversation"
-    )
+    wanted = "the messages cannot be located in what mistral-common makes of the conversation"
+    assert reason(encode(made, draft)) == wanted
     whole_library = MistralTokenizer(vocabulary("v1"))
     encode_all = whole_library._library.encode_chat_completion
     cut = SimpleNamespace(

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import DataCollatorForSeq2Seq, DataCollatorWithFlattening, PreTrainedTokenizerFast
 
-from ratel_cli.data.samples.packing import Sequences, assemble, one_per_sequence, pack, random_order
+from ratel_cli.data.samples.packing import assemble, one_per_sequence, pack, random_order
 from ratel_cli.data.samples.samples import Sample
 from ratel_cli.sizes import IGNORED_TARGET
 from tests.tiers import examples
@@ -151,10 +151,6 @@ def test_transformers_separates_samples_and_padding_by_our_positions() -> None:
     found = find_packed_sequence_indices(batch.position_ids)
     assert found is not None
     assert found.tolist() == [[0, 0, 0, 1, 1, 2], [0, 0, 1, 1, 1, 1]]
-
-
-def test_the_number_of_sequences() -> None:
-    assert len(Sequences(samples=np.arange(3), starts=np.array([0, 1, 3]))) == 2
 
 
 @pytest.mark.parametrize("packed", [False, True])

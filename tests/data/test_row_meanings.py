@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import cast
@@ -21,8 +21,8 @@ from ratel_cli.data.text.prompts import read_prompts
 from ratel_cli.data.text.rows import DatasetSource, open_source
 from ratel_cli.errors import BadInput
 from tests.data.conftest import CHATML, Load, read_rejects
-from tests.data.mask_oracle import ids_and_labels
-from tests.data.test_forms import END, WITH_CALLS, A, T, U, char_tokenizer, message, rows, samples_of
+from tests.data.mask_oracle import marked_samples
+from tests.data.test_forms import CALL, END, WITH_CALLS, A, T, U, char_tokenizer, message, rows, samples_of
 
 MARKED = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
@@ -38,19 +38,23 @@ def draft(record: dict[str, object], **keys: object) -> Draft:
     return decide_format(source, record, has_chat_template=True).draft(record)
 
 
-def check_samples(
-    load: Load,
-    path: Path,
-    marked: list[str],
-    *,
-    template: str = CHATML,
-    keys: Mapping[str, object] = MappingProxyType({}),
-    **settings: object,
-) -> None:
-    source = DatasetSource(path=str(path), **keys)  # type: ignore[arg-type]
-    data = load(source, tokenizer=char_tokenizer(template, eos="<|im_end|>"), sequence_len=512, **settings)
-    expected = [ids_and_labels(each) for each in marked]
-    assert samples_of(data) == [(ids, [-100, *labels[1:]]) for ids, labels in expected]
+@pytest.fixture
+def check(load: Load, tmp_path: Path) -> Callable[..., None]:
+    """That the samples of these rows are the marked texts."""
+
+    def check_samples(
+        records: list[object],
+        *marked: str,
+        template: str = CHATML,
+        keys: Mapping[str, object] = MappingProxyType({}),
+        **settings: object,
+    ) -> None:
+        (tmp_path / "a.jsonl").write_text(rows(*records))
+        source = DatasetSource(path=str(tmp_path / "a.jsonl"), **keys)  # type: ignore[arg-type]
+        data = load(source, tokenizer=char_tokenizer(template, eos="<|im_end|>"), sequence_len=512, **settings)
+        assert samples_of(data) == marked_samples(*marked)
+
+    return check_samples
 
 
 def weighted(*weights: object) -> dict[str, object]:
@@ -67,31 +71,26 @@ def weighted(*weights: object) -> dict[str, object]:
         ({"train_on_inputs": True}, f"⟦{U}a{END}\n{A}⟧b{END}\n⟦{U}c{END}\n{A}d{END}\n⟧"),
         (
             {"keys": {"type": "chat_template", "roles_to_train": ("assistant",), "train_on_eos": "all"}},
-            f"{U}a{END}⟦⟧\n{A}b{END}\n{U}c{END}\n{A}⟦d{END}⟧\n".replace(f"{U}a{END}", f"{U}a⟦{END}⟧").replace(
-                f"{U}c{END}", f"{U}c⟦{END}⟧"
-            ),
+            f"{U}a⟦{END}⟧\n{A}b{END}\n{U}c⟦{END}⟧\n{A}⟦d{END}⟧\n",
         ),
     ],
 )
 def test_a_weight_of_0_is_no_loss(
-    load: Load, tmp_path: Path, notices: list[str], settings: dict[str, object], marked: str
+    check: Callable[..., None], notices: list[str], settings: dict[str, object], marked: str
 ) -> None:
     """OpenAI's key of a message, with every way in which a mask is found."""
-    (tmp_path / "a.jsonl").write_text(rows(weighted(0, 1)))
-    check_samples(load, tmp_path / "a.jsonl", [marked], **settings)  # type: ignore[arg-type]
+    check([weighted(0, 1)], marked, **settings)
     assert "messages with `weight: 0` have no loss in 1 of 1 conversations" in notices
 
 
-def test_a_weight_in_a_completion(load: Load, tmp_path: Path) -> None:
+def test_a_weight_in_a_completion(check: Callable[..., None]) -> None:
     row = {"prompt": TWO[:1], "completion": [{**TWO[1], "weight": 0.0}, *TWO[2:]]}
-    (tmp_path / "a.jsonl").write_text(rows(row))
-    check_samples(load, tmp_path / "a.jsonl", [f"{U}a{END}\n{A}b{END}\n⟦{U}c{END}\n{A}d{END}\n⟧"])
+    check([row], f"{U}a{END}\n{A}b{END}\n⟦{U}c{END}\n{A}d{END}\n⟧")
 
 
 @pytest.mark.parametrize("weights", [(1, 1), (None, True), (1.0, None)])
-def test_a_weight_of_1_changes_nothing(load: Load, tmp_path: Path, weights: tuple[object, object]) -> None:
-    (tmp_path / "a.jsonl").write_text(rows(weighted(*weights)))
-    check_samples(load, tmp_path / "a.jsonl", [f"{U}a{END}\n{A}⟦b{END}\n⟧{U}c{END}\n{A}⟦d{END}\n⟧"])
+def test_a_weight_of_1_changes_nothing(check: Callable[..., None], weights: tuple[object, object]) -> None:
+    check([weighted(*weights)], f"{U}a{END}\n{A}⟦b{END}\n⟧{U}c{END}\n{A}⟦d{END}\n⟧")
 
 
 @pytest.mark.parametrize(("weight", "shown"), [(0.5, "0.5"), (2, "2"), ("0", "0"), (-1, "-1"), ([], "[]")])
@@ -220,25 +219,14 @@ def test_a_tag_is_no_mark_and_a_column_of_plain_text_is_no_image() -> None:
     assert [kind for kind, _ in text.remarks] == ["unread"]
 
 
-CHOSEN_BEHIND_PROMPTS: dict[str, tuple[dict[str, object], dict[str, object], str, str]] = {
-    "texts": ({"prompt": "Q", "chosen": "C", "rejected": "R"}, {"field_completion": "chosen"}, "Q", "C"),
-    "texts as turns": (
-        {"prompt": "Q", "chosen": "C", "rejected": "R"},
-        {"type": "chat_template", "field_completion": "chosen"},
-        "Q",
-        "C",
-    ),
-    "a question": (
-        {"question": "Q", "chosen": "C", "rejected": "R"},
-        {"field_prompt": "question", "field_completion": "chosen"},
-        "Q",
-        "C",
-    ),
+FIELD = {"field_completion": "chosen"}
+CHOSEN_BEHIND_PROMPTS: dict[str, tuple[dict[str, object], dict[str, object]]] = {
+    "texts": ({"prompt": "Q", "chosen": "C", "rejected": "R"}, {**FIELD}),
+    "texts as turns": ({"prompt": "Q", "chosen": "C", "rejected": "R"}, {"type": "chat_template", **FIELD}),
+    "a question": ({"question": "Q", "chosen": "C", "rejected": "R"}, {"field_prompt": "question", **FIELD}),
     "messages": (
         {"prompt": [message("user", "Q")], "chosen": [message("assistant", "C")], "rejected": []},
-        {"field_completion": "chosen"},
-        "Q",
-        "C",
+        {**FIELD},
     ),
     "LLaMA-Factory": (
         {
@@ -246,15 +234,11 @@ CHOSEN_BEHIND_PROMPTS: dict[str, tuple[dict[str, object], dict[str, object], str
             "chosen": {"from": "gpt", "value": "C"},
             "rejected": {"from": "gpt", "value": "R"},
         },
-        {"field_prompt": "conversations", "field_completion": "chosen"},
-        "Q",
-        "C",
+        {"field_prompt": "conversations", **FIELD},
     ),
     "whole conversations": (
         {"prompt": "Q", "chosen": [message("user", "Q"), message("assistant", "C")], "rejected": []},
         {"type": "chat_template", "field_messages": "chosen"},
-        "Q",
-        "C",
     ),
 }
 
@@ -262,17 +246,17 @@ CHOSEN_BEHIND_PROMPTS: dict[str, tuple[dict[str, object], dict[str, object], str
 @pytest.mark.parametrize("name", CHOSEN_BEHIND_PROMPTS)
 def test_chosen_answers_with_their_prompts(name: str) -> None:
     """The hint for preference data names keys that keep the prompt, and no word of the rejected answers is trained."""
-    record, keys, prompt, chosen = CHOSEN_BEHIND_PROMPTS[name]
+    record, keys = CHOSEN_BEHIND_PROMPTS[name]
     with pytest.raises(BadInput, match="preference data") as caught:
         draft(record)
     for key, value in keys.items():
         assert f"{key}: {value}" in (caught.value.hint or "")
     found = draft(record, **keys)
     if isinstance(found, TextDraft):
-        assert (found.prompt, found.answer) == (prompt, chosen)
+        assert (found.prompt, found.answer) == ("Q", "C")
     else:
         assert isinstance(found, ChatDraft)
-        assert [each["content"] for each in found.messages] == [prompt, chosen]
+        assert [each["content"] for each in found.messages] == ["Q", "C"]
         assert found.completion_from in (None, 1)
     assert "R" not in json.dumps([found.messages if isinstance(found, ChatDraft) else found.answer])
 
@@ -338,50 +322,42 @@ def test_rows_with_several_packed_samples_are_rejected(record: dict[str, object]
         draft({"input_ids": [5, 6, 7, 8], **record})
 
 
-CALL = {"from": "function_call", "value": '{"name": "f", "arguments": {"x": 1}}'}
-CALLS: dict[str, list[dict[str, object]]] = {
-    "ShareGPT": [{"from": "human", "value": "a"}, CALL, {"from": "observation", "value": "o"}],
-    "roles of other tools": [
-        message("user", "a"),
-        message("tool_call", '{"name": "f", "arguments": {"x": 1}}'),
-        message("tool_response", "o"),
-    ],
-    "several calls, each as OpenAI has them": [
-        message("user", "a"),
-        message("tool_calls", '[{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}]'),
+AS_TEXT = {"name": "f", "arguments": '{"x": 1}'}
+CALLS: dict[str, tuple[dict[str, object], dict[str, object]]] = {
+    "ShareGPT": ({"from": "function_call", "value": CALL}, {"from": "observation", "value": "o"}),
+    "roles of other tools": (message("tool_call", CALL), message("tool_response", "o")),
+    "several calls, each as OpenAI has them": (
+        message("tool_calls", f'[{{"type": "function", "function": {CALL}}}]'),
         message("tool", "o"),
-    ],
-    "OpenAI before tool calls": [
-        message("user", "a"),
-        {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": '{"x": 1}'}},
-        {"role": "function", "name": "f", "content": "o"},
-    ],
-    "arguments as text": [
-        message("user", "a"),
-        {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": '{"x": 1}'}}]},
-        message("tool", "o"),
-    ],
+    ),
+    "OpenAI before tool calls": (
+        {"role": "assistant", "content": None, "function_call": AS_TEXT},
+        message("function", "o", name="f"),
+    ),
+    "arguments as text": (message("assistant", "", tool_calls=[{"function": AS_TEXT}]), message("tool", "o")),
 }
+"""A turn with a call, and the one with its result."""
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_function_calls_are_trained_as_answers(load: Load, tmp_path: Path, name: str) -> None:
+def test_function_calls_are_trained_as_answers(check: Callable[..., None], name: str) -> None:
     """With `type: auto` and no other key; arguments as text and as an object are the same call."""
-    key = "conversations" if name == "ShareGPT" else "messages"
-    end = {"from": "gpt", "value": "b"} if name == "ShareGPT" else message("assistant", "b")
-    (tmp_path / "a.jsonl").write_text(rows({key: [*CALLS[name], end]}))
+    start, end = QA
+    key = "messages"
+    if name == "ShareGPT":
+        key, start, end = "conversations", {"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}
     marked = f'{U}a{END}\n{A}⟦[f{{"x": 1}}]{END}\n⟧{T}o{END}\n{A}⟦b{END}\n⟧'
-    check_samples(load, tmp_path / "a.jsonl", [marked], template=WITH_CALLS)
+    check([{key: [start, *CALLS[name], end]}], marked, template=WITH_CALLS)
 
 
 @pytest.mark.parametrize("arguments", [{"x": 1}, '{"x": 1}'])
 @pytest.mark.parametrize("takes", ["{{ c.function.arguments | tojson }}", "{{ '' + c.function.arguments }}"])
-def test_arguments_fit_the_template(load: Load, tmp_path: Path, arguments: object, takes: str) -> None:
+def test_arguments_fit_the_template(check: Callable[..., None], arguments: object, takes: str) -> None:
     """A template that takes objects gets an object, one that takes text gets text."""
     call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
-    (tmp_path / "a.jsonl").write_text(rows({"messages": [QA[0], {"role": "assistant", "tool_calls": [call]}]}))
     template = WITH_CALLS.replace("{{ c.function.arguments | tojson }}", takes)
-    check_samples(load, tmp_path / "a.jsonl", [f'{U}a{END}\n{A}⟦[f{{"x": 1}}]{END}\n⟧'], template=template)
+    row = {"messages": [QA[0], {"role": "assistant", "tool_calls": [call]}]}
+    check([row], f'{U}a{END}\n{A}⟦[f{{"x": 1}}]{END}\n⟧', template=template)
 
 
 SHOWS_ALL = (
@@ -437,13 +413,13 @@ def test_a_null_in_json_stays(load: Load, tmp_path: Path) -> None:
     assert '"default":null' in text and '"arguments":{"x":null}' in text
 
 
-def test_what_a_row_gives_to_the_template(load: Load, tmp_path: Path) -> None:
+def test_what_a_row_gives_to_the_template(check: Callable[..., None]) -> None:
     """TRL's column `chat_template_kwargs`."""
     template = CHATML.replace("assistant\n{% endif %}", "assistant\n{% if tone %}{% endif %}{% endif %}")
     template = "{% if tone is defined %}{{ tone }}{% endif %}" + template
-    (tmp_path / "a.jsonl").write_text(rows({"messages": QA, "chat_template_kwargs": {"tone": "x"}}, {"messages": QA}))
     turns = f"{U}a{END}\n{A}⟦b{END}\n⟧"
-    check_samples(load, tmp_path / "a.jsonl", [f"x{turns}", turns], template=template)
+    toned = {"messages": QA, "chat_template_kwargs": {"tone": "x"}}
+    check([toned, {"messages": QA}], f"x{turns}", turns, template=template)
     with pytest.raises(Unusable, match="'chat_template_kwargs' is not JSON"):
         draft({"messages": QA, "chat_template_kwargs": "x"})
 

@@ -22,7 +22,7 @@ from ratel_cli.data.text.rows import DatasetSource
 from ratel_cli.data.text.tokenizer import Tokenizer
 from ratel_cli.json_fields import hash_of
 from tests.data.conftest import Load, WriteRows
-from tests.data.test_thinking import MARKS, ChatMessage, chat, ids_and_labels, tokenizer_of
+from tests.data.test_thinking import MARKS, ChatMessage, chat, check, tokenizer_of
 
 _WORDS = "{{ m.content or '' }}{% for c in m.tool_calls or [] %}<|channel|>{{ c.function.arguments }}{% endfor %}"
 # The next header ends a turn: `<|user|>` after an answer, `<|channel|>` after a call.
@@ -59,19 +59,18 @@ def _encoded(
         return encoder.encode([draft])[0]
 
 
-def _check(answer: Encoded | Unusable, marked: str) -> None:
-    assert isinstance(answer, Encoded), str(answer)
-    (sample,) = answer.samples
-    assert (sample.input_ids.tolist(), sample.labels.tolist()) == ids_and_labels(marked)
-
-
 def _draft(messages: Sequence[ChatMessage], **others: object) -> ChatDraft:
     return ChatDraft(**{"messages": list(messages), "tools": None, **others})  # type: ignore[arg-type]
 
 
+def _called(arguments: object) -> ChatDraft:
+    call = {"type": "function", "function": {"name": "", "arguments": arguments}}
+    return _draft([{"role": "user", "content": "q"}, {"role": "assistant", "tool_calls": [call]}])
+
+
 def test_a_stop_token_that_is_the_next_header() -> None:
     answer = _encoded(NEXT, _draft(TWO), "<|user|>")
-    _check(answer, f"{U}q{B}⟦a<|user|>⟧\nr{B}⟦b<|user|>⟧")
+    check(answer, f"{U}q{B}⟦a<|user|>⟧\nr{B}⟦b<|user|>⟧")
     assert cast(Encoded, answer).remarks == ()
 
 
@@ -86,18 +85,16 @@ def test_a_stop_token_that_is_the_next_header() -> None:
     ],
 )
 def test_it_is_the_last_turns_in_every_way_of_masking(others: dict[str, object], marked: str) -> None:
-    _check(_encoded(NEXT, _draft(TWO, **others), "<|user|>"), marked)
+    check(_encoded(NEXT, _draft(TWO, **others), "<|user|>"), marked)
 
 
 def test_the_stop_token_of_a_call_is_that_before_its_results() -> None:
-    calls = [{"type": "function", "function": {"name": "f", "arguments": ""}}]
-    messages: list[ChatMessage] = [{"role": "user", "content": "q"}, {"role": "assistant", "tool_calls": calls}]
-    answer = _encoded(NEXT, _draft(messages), "<|stop|>", "<|user|>")
-    _check(answer, f"{U}q{B}⟦<|channel|><|stop|>⟧")
+    answer = _encoded(NEXT, _called(""), "<|stop|>", "<|user|>")
+    check(answer, f"{U}q{B}⟦<|channel|><|stop|>⟧")
 
 
 def test_generation_marks_that_leave_the_stop_token_out() -> None:
-    _check(_encoded(TAGGED, _draft(TWO), E), f"{U}q{E}\n{B}⟦a{E}⟧\n{U}r{E}\n{B}⟦b{E}⟧\n")
+    check(_encoded(TAGGED, _draft(TWO), E), f"{U}q{E}\n{B}⟦a{E}⟧\n{U}r{E}\n{B}⟦b{E}⟧\n")
 
 
 @pytest.mark.parametrize(
@@ -138,13 +135,13 @@ def test_what_is_said_about_them() -> None:
 def test_rows_with_tools_have_the_template_for_them() -> None:
     named = {"default": ENDS, "tool_use": "{% if tools %}<|stop|>{% endif %}" + ENDS}
     tools: list[object] = [{"type": "function", "function": {"name": "f"}}]
-    _check(_encoded(named, _draft(TWO), E), f"{U}q{E}\n{B}⟦a{E}\n⟧{U}r{E}\n{B}⟦b{E}\n⟧")
-    _check(_encoded(named, _draft(TWO, tools=tools), E), f"<|stop|>{U}q{E}\n{B}⟦a{E}\n⟧{U}r{E}\n{B}⟦b{E}\n⟧")
+    check(_encoded(named, _draft(TWO), E), f"{U}q{E}\n{B}⟦a{E}\n⟧{U}r{E}\n{B}⟦b{E}\n⟧")
+    check(_encoded(named, _draft(TWO, tools=tools), E), f"<|stop|>{U}q{E}\n{B}⟦a{E}\n⟧{U}r{E}\n{B}⟦b{E}\n⟧")
 
 
 def test_texts_are_parts_where_the_template_reads_parts() -> None:
     parts = ENDS.replace("{{ m.content }}", "{% for part in m.content %}{{ part['text'] }}{% endfor %}")
-    _check(_encoded(parts, _draft(TWO), E), f"{U}q{E}\n{B}⟦a{E}\n⟧{U}r{E}\n{B}⟦b{E}\n⟧")
+    check(_encoded(parts, _draft(TWO), E), f"{U}q{E}\n{B}⟦a{E}\n⟧{U}r{E}\n{B}⟦b{E}\n⟧")
     refuses = "{{ raise_exception('no') if m.content is string }}"
     answer = _encoded(ENDS.replace("{{ m.content }}", refuses), _draft(TWO))
     assert isinstance(answer, Unusable) and "TemplateError: no" in str(answer)
@@ -163,17 +160,13 @@ AS_JSON = _EACH + "{{ c.function.arguments | tojson }}" + _END
 )
 @pytest.mark.parametrize("arguments", [{"k": "v"}, '{"k": "v"}'], ids=["object", "text"])
 def test_arguments_give_the_same_call_in_both_forms(writes: str, written: str, arguments: object) -> None:
-    call = {"type": "function", "function": {"name": "", "arguments": arguments}}
-    messages: list[ChatMessage] = [{"role": "user", "content": "q"}, {"role": "assistant", "tool_calls": [call]}]
-    answer = _encoded(ENDS.replace("{{ m.content }}", "{{ m.content or '' }}" + writes), _draft(messages), E)
-    _check(answer, f"{U}q{E}\n{B}⟦{written}{E}\n⟧")
+    answer = _encoded(ENDS.replace("{{ m.content }}", "{{ m.content or '' }}" + writes), _called(arguments), E)
+    check(answer, f"{U}q{E}\n{B}⟦{written}{E}\n⟧")
     assert cast(Encoded, answer).remarks == ()
 
 
 def test_arguments_that_no_form_brings_into_the_text_are_told() -> None:
-    call = {"type": "function", "function": {"name": "", "arguments": {"k": "vast"}}}
-    messages: list[ChatMessage] = [{"role": "user", "content": "q"}, {"role": "assistant", "tool_calls": [call]}]
-    answer = _encoded(ENDS.replace("{{ m.content }}", "{{ m.content or '' }}"), _draft(messages), E)
+    answer = _encoded(ENDS.replace("{{ m.content }}", "{{ m.content or '' }}"), _called({"k": "vast"}), E)
     assert isinstance(answer, Encoded) and ("lost", "arguments of tool calls") in answer.remarks
 
 

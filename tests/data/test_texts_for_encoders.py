@@ -45,9 +45,10 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 def encoded(
     tokenizer: Tokenizer, draft: RowDraft | PairDraft, *, sequence_len: int = 64, truncates: bool = True
-) -> Encoded | Unusable:
+) -> Encoded:
     with SampleEncoder(tokenizer, sequence_len=sequence_len, train_on_inputs=False, truncates=truncates) as encoder:
         [found] = encoder.encode([draft])
+    assert isinstance(found, Encoded), str(found)
     return found
 
 
@@ -58,7 +59,6 @@ def whole(tokenizer: Tokenizer, text: str) -> list[int]:
 
 def test_a_text_has_the_tokenizers_special_tokens_around_it(tokenizer: Tokenizer) -> None:
     found = encoded(tokenizer, RowDraft(text=TEXT, label=None))
-    assert isinstance(found, Encoded)
     [sample] = found.samples
     wanted = whole(tokenizer, TEXT)
     assert sample.input_ids.tolist() == wanted
@@ -69,7 +69,6 @@ def test_a_text_has_the_tokenizers_special_tokens_around_it(tokenizer: Tokenizer
 def test_a_long_text_becomes_several_samples(tokenizer: Tokenizer, sequence_len: int) -> None:
     """Each has the special tokens, and every token of the text is in one of them."""
     found = encoded(tokenizer, RowDraft(text=TEXT, label=None), sequence_len=sequence_len)
-    assert isinstance(found, Encoded)
     first, *inside, last = whole(tokenizer, TEXT)
     assert all(len(each.input_ids) <= sequence_len for each in found.samples)
     assert all((each.input_ids[0], each.input_ids[-1]) == (first, last) for each in found.samples)
@@ -79,7 +78,6 @@ def test_a_long_text_becomes_several_samples(tokenizer: Tokenizer, sequence_len:
 @pytest.mark.parametrize("truncates", [True, False])
 def test_a_long_text_with_a_class_is_truncated_or_dropped(tokenizer: Tokenizer, truncates: bool) -> None:
     found = encoded(tokenizer, RowDraft(text=TEXT, label=2), sequence_len=6, truncates=truncates)
-    assert isinstance(found, Encoded)
     wanted = whole(tokenizer, TEXT)
     assert found.excess_tokens == len(wanted) - 6
     assert [each.input_ids.tolist() for each in found.samples] == ([[*wanted[:5], wanted[-1]]] if truncates else [])
@@ -87,9 +85,9 @@ def test_a_long_text_with_a_class_is_truncated_or_dropped(tokenizer: Tokenizer, 
 
 
 def test_no_room_beside_the_special_tokens(tokenizer: Tokenizer) -> None:
-    assert (
-        str(encoded(tokenizer, RowDraft(text=TEXT, label=0), sequence_len=2)) == "sequence_len has no room for a token"
-    )
+    with SampleEncoder(tokenizer, sequence_len=2, train_on_inputs=False) as encoder:
+        [found] = encoder.encode([RowDraft(text=TEXT, label=0)])
+    assert str(found) == "sequence_len has no room for a token"
 
 
 @pytest.mark.parametrize(
@@ -182,18 +180,13 @@ def test_evaluation_masks_the_same_every_time(tmp_path: Path, tokenizer: Tokeniz
 
 
 def test_batches_of_classes(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    data = load(
-        write_encoder_rows(tmp_path / "rows.jsonl"),
-        tokenizer,
-        replace(SETTINGS, task="classification"),
-        kind="classification",
-    )
+    settings = replace(SETTINGS, task="classification")
+    data = load(write_encoder_rows(tmp_path / "rows.jsonl"), tokenizer, settings, kind="classification")
     rows = encoder_rows()
     for batch in data.step(0):
         for number, tokens, targets in zip(batch.sample_ids, batch.input_ids, batch.targets, strict=True):
-            assert tokens[: len(whole(tokenizer, str(rows[number]["text"])))].tolist() == whole(
-                tokenizer, str(rows[number]["text"])
-            )
+            wanted = whole(tokenizer, str(rows[number]["text"]))
+            assert tokens[: len(wanted)].tolist() == wanted
             assert targets.tolist() == [number % 3, *[-100] * (len(targets) - 1)]
         assert batch.num_targets == 4
     assert data.loss_share is None
@@ -224,13 +217,11 @@ def test_two_texts_are_a_source_without_labels_and_a_target(
     source = pair_tokenizer([draft.source], **limits)["input_ids"][0]  # type: ignore[call-arg, index]
     target = pair_tokenizer(text_target=[draft.target], **limits)["input_ids"][0]  # type: ignore[call-arg, index]
     found = encoded(pair_tokenizer, draft, sequence_len=sequence_len)
-    assert isinstance(found, Encoded)
     [sample] = found.samples
     assert sample.input_ids.tolist() == [*source, *target]
     assert sample.labels.tolist() == [*[-100] * len(source), *target]
     assert found.excess_tokens == excess
     dropped = encoded(pair_tokenizer, draft, sequence_len=sequence_len, truncates=False)
-    assert isinstance(dropped, Encoded)
     assert len(dropped.samples) == (excess == 0)
 
 
@@ -239,9 +230,7 @@ def test_a_batch_of_pairs_pads_both_texts(pair_tokenizer: Tokenizer, multiple: i
     rows = [("turn: red blue green", "green blue red"), ("turn: red", "red")]
     samples = []
     for source, target in rows:
-        found = encoded(pair_tokenizer, PairDraft(source=source, target=target))
-        assert isinstance(found, Encoded)
-        samples += found.samples
+        samples += encoded(pair_tokenizer, PairDraft(source=source, target=target)).samples
     batch = assemble(
         [np.array([4]), np.array([7])], samples, packed_tokens=None, padding_id=0, multiple=multiple, task="seq2seq"
     )

@@ -15,7 +15,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from ratel_cli.data.files.remarks import sentences
-from ratel_cli.data.samples.samples import Encoded
+from ratel_cli.data.samples.samples import Encoded, Sample
 from ratel_cli.data.sources.encode import SampleEncoder
 from ratel_cli.data.text.chat_child import ChatMessage
 from ratel_cli.data.text.drafts import ChatDraft, Unusable
@@ -98,6 +98,13 @@ def encode(template: str, draft: ChatDraft, *, train_on_inputs: bool = False) ->
     tokenizer = cast(Tokenizer, tokenizer_of(template))
     with SampleEncoder(tokenizer, sequence_len=4096, train_on_inputs=train_on_inputs) as encoder:
         return encoder.encode([draft])[0]
+
+
+def check(answer: Encoded | Unusable, marked: str) -> Sample:
+    assert isinstance(answer, Encoded), str(answer)
+    (sample,) = answer.samples
+    assert (sample.input_ids.tolist(), sample.labels.tolist()) == ids_and_labels(marked)
+    return sample
 
 
 def chat(*contents: str, thoughts: tuple[str, ...] = ()) -> list[ChatMessage]:
@@ -186,9 +193,7 @@ CASES: dict[str, tuple[str, list[ChatMessage], str]] = {
 def test_assistant_turns(name: str) -> None:
     template, messages, marked = CASES[name]
     answer = encode(template, ChatDraft(messages=messages, tools=None))
-    assert isinstance(answer, Encoded), str(answer)
-    (sample,) = answer.samples
-    assert (sample.input_ids.tolist(), sample.labels.tolist()) == ids_and_labels(marked)
+    sample = check(answer, marked)
     plain = cast(list[dict[str, str]], messages)
     assert sample.input_ids.tolist() == tokenizer_of(template).apply_chat_template(plain, return_dict=False)
 
@@ -206,9 +211,7 @@ def test_assistant_turns(name: str) -> None:
 def test_a_completion_behind_its_prompt(template: str, messages: list[ChatMessage], marked: str) -> None:
     """TRL's prompt and completion: the completion begins where the prompt for it ends, with or without reasoning."""
     answer = encode(template, ChatDraft(messages=messages, tools=None, completion_from=len(messages) - 1))
-    assert isinstance(answer, Encoded), str(answer)
-    (sample,) = answer.samples
-    assert (sample.input_ids.tolist(), sample.labels.tolist()) == ids_and_labels(marked)
+    check(answer, marked)
 
 
 @pytest.mark.parametrize(
@@ -224,9 +227,7 @@ def test_words_and_reasoning(template: str, messages: list[ChatMessage], marked:
     """axolotl's mask: reasoning is among the words of a message, empty reasoning is not."""
     trained = tuple(range(1, len(messages), 2))
     answer = encode(template, ChatDraft(messages=messages, tools=None, trained=trained))
-    assert isinstance(answer, Encoded), str(answer)
-    (sample,) = answer.samples
-    assert (sample.input_ids.tolist(), sample.labels.tolist()) == ids_and_labels(marked)
+    check(answer, marked)
 
 
 @pytest.mark.parametrize(
