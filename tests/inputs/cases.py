@@ -77,6 +77,17 @@ class RunFiles:
         return yaml.safe_dump(self.settings, allow_unicode=True).encode()
 
 
+DAMAGED_JSON = {
+    "empty": b"",
+    "cut": b'{"model": {"type": ',
+    "not UTF-8": b'{"version": "\xff"}',
+    "nested deeply": b"[" * 50_000,
+    "null": b"null",
+    "a list": b"[]",
+    "an empty object": b"{}",
+    "zeros": bytes(1000),
+}
+"""Contents of a JSON file of the base model, by what is wrong with them."""
 Damage = Callable[[RunFiles], int | None]
 """Damages the inputs. Returns the line that the error must name, or None if no line belongs to the damage."""
 

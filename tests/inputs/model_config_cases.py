@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.inputs.cases import MalformedInput, RunFiles, no_line
+from tests.inputs.cases import DAMAGED_JSON, MalformedInput, RunFiles, no_line
 
 _NOT_KNOWN = "config.json: not a model configuration that transformers knows"
 _NOT_BUILT = "config.json: transformers cannot build a .* language model from it"
@@ -79,18 +79,11 @@ _OBJECTS: tuple[tuple[str, object, str], ...] = (
     ("quantization_config", {"quant_method": "nosuch"}, "config.json|the weights are quantised"),
 )
 _CONTENTS = {
-    "empty": b"",
-    "cut": b'{"model_type": "lla',
+    **DAMAGED_JSON,
     "in single quotes": b"{'model_type': 'llama'}",
-    "not UTF-8": b'{"model_type": "\xff"}',
     "UTF-16": '{"model_type": "llama"}'.encode("utf-16"),
-    "nested deeply": b"[" * 50_000,
-    "null": b"null",
-    "a list": b"[]",
     "a number": b"7",
-    "an empty object": b"{}",
     "YAML": b"model_type: llama\n",
-    "zeros": bytes(1000),
 }
 
 

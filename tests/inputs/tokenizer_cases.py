@@ -6,20 +6,10 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from tests.inputs.cases import MalformedInput, RunFiles, no_line
+from tests.inputs.cases import DAMAGED_JSON, MalformedInput, RunFiles, no_line
 
 _UNUSABLE = "no usable tokenizer"
 _TOKENIZER, _CONFIG = "tokenizer.json", "tokenizer_config.json"
-_CONTENTS = {
-    "empty": b"",
-    "cut": b'{"version": "1.0", "model": {"type": ',
-    "not UTF-8": b'{"version": "\xff"}',
-    "null": b"null",
-    "a list": b"[]",
-    "an empty object": b"{}",
-    "nested deeply": b"[" * 50_000,
-    "zeros": bytes(1000),
-}
 _MODELS: dict[str, object] = {
     "of no type": {"type": "nosuch"},
     "of type BPE without a vocabulary": {"type": "BPE"},
@@ -37,10 +27,10 @@ _MODELS: dict[str, object] = {
 
 
 def cases() -> Iterator[MalformedInput]:
-    for name, content in _CONTENTS.items():
+    for name, content in DAMAGED_JSON.items():
         yield _content(_TOKENIZER, name, content)
     for name in ("cut", "not UTF-8", "a list", "nested deeply", "zeros"):
-        yield _content(_CONFIG, name, _CONTENTS[name])
+        yield _content(_CONFIG, name, DAMAGED_JSON[name])
     for name, model in _MODELS.items():
         message = f"{_UNUSABLE}|the tokenizer fails on a text"
         yield _changed(f"model {name}", _TOKENIZER, lambda values, model=model: values.update(model=model), message)

@@ -4,7 +4,7 @@ that has its layers: what is found, and what is refused."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import pytest
 import torch
@@ -35,16 +35,18 @@ def test_what_an_indexer_chose_is_handed_on(family: str) -> None:
     assert model.spec.carried_bytes > 0
 
 
-def test_what_is_used_behind_the_layers_too_is_refused() -> None:
-    """Inkling 2 chooses among the first hidden states and those of each stack of layers."""
-    with pytest.raises(BadInput, match=r"Inkling2ForCausalLM: the code after its layers uses results from before them"):
-        find_blocks(skeleton_of("inkling2_text"), name="tiny")
-
-
-def test_other_tokens_than_the_models_are_refused() -> None:
-    """CPM-Ant puts a prompt before them."""
-    with pytest.raises(BadInput, match=r"CpmAntForCausalLM: its layers get other tokens than the model"):
-        find_blocks(skeleton_of("cpmant"), name="tiny")
+@pytest.mark.parametrize(
+    ("family", "message"),
+    [
+        # Chooses among the first hidden states and those of each stack of layers.
+        ("inkling2_text", "Inkling2ForCausalLM: the code after its layers uses results from before them"),
+        # Puts a prompt before them.
+        ("cpmant", "CpmAntForCausalLM: its layers get other tokens than the model"),
+    ],
+)
+def test_families_that_do_something_around_their_layers_are_refused(family: str, message: str) -> None:
+    with pytest.raises(BadInput, match=message):
+        find_blocks(skeleton_of(family), name="tiny")
 
 
 def test_products_that_round_by_their_number_of_rows_refuse_no_model(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,44 +118,40 @@ def pairs(
     return skeleton
 
 
-@pytest.mark.parametrize("uses", [("no", "silently", "no"), ("silently",) * 3, ("no",) * 3])
-def test_what_a_layer_returns_may_be_handed_on(uses: tuple[str, ...]) -> None:
-    """A number of each token, of each layer but the last: no layer gets what that one returns."""
-    assert find_blocks(pairs(*uses), name="tiny").spec.carried_bytes == 2 * 4
-
-
-def test_what_is_handed_on_must_be_what_was_returned() -> None:
-    with pytest.raises(BadInput, match="LlamaForCausalLM: its code does something between its layers"):
-        find_blocks(pairs("no", "no", "no", factor=2), name="tiny")
+NONE_USES, ALL_USE = ("no",) * 3, ("silently",) * 3
 
 
 @pytest.mark.parametrize(
-    ("between", "message"),
+    ("model", "num_bytes"),
     [
-        (lambda first, hidden: first, "its layers receive the first hidden states besides their own"),
-        (lambda first, hidden: hidden * 2, "its code does something between its layers"),
-        (lambda first, hidden: hidden.detach() * 2, "its code does something between its layers"),
+        (lambda: pairs("no", "silently", "no"), 2 * 4),
+        (lambda: pairs(*ALL_USE), 2 * 4),
+        (lambda: pairs(*NONE_USES), 2 * 4),
+        (lambda: pairs(*ALL_USE, handed=False), 0),
+        (lambda: pairs(*NONE_USES, handed=False, between=lambda first, hidden: first * 2), 3 * 32 * 4),
     ],
-    ids=["first", "made of its own", "computed from its own"],
 )
-def test_what_depends_on_layers_below_is_refused(between: Between, message: str) -> None:
-    with pytest.raises(BadInput, match=message):
-        find_blocks(pairs("no", "no", "no", between=between), name="tiny")
+def test_what_is_handed_on_is_carried(model: Callable[[], PreTrainedModel], num_bytes: int) -> None:
+    """A number of each token, of each layer but the last: no layer gets what that one returns. And what is made before
+    the layers, by each of them."""
+    assert find_blocks(model(), name="tiny").spec.carried_bytes == num_bytes
 
 
-def test_what_is_made_before_the_layers_is_carried() -> None:
-    model = find_blocks(pairs("no", "no", "no", handed=False, between=lambda first, hidden: first * 2), name="tiny")
-    assert model.spec.carried_bytes == 3 * 32 * 4
-
-
-def test_what_is_not_handed_on_does_no_harm() -> None:
-    assert find_blocks(pairs("silently", "silently", "silently", handed=False), name="tiny").spec.carried_bytes == 0
-
-
-def test_a_path_around_all_layers_is_refused() -> None:
-    """In a step, what is before the layers is not there when the head runs."""
-    with pytest.raises(BadInput, match="the code after its layers uses results from before them"):
-        find_blocks(pairs("no", "no", "no", around=True), name="tiny")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"between": lambda first, hidden: first}, "its layers receive the first hidden states besides their own"),
+        ({"between": lambda first, hidden: hidden * 2}, "its code does something between its layers"),
+        ({"between": lambda first, hidden: hidden.detach() * 2}, "its code does something between its layers"),
+        ({"factor": 2}, "its code does something between its layers"),
+        # In a step, what is before the layers is not there when the head runs.
+        ({"around": True}, "the code after its layers uses results from before them"),
+    ],
+    ids=["first", "made of its own", "computed from its own", "not what was returned", "around all layers"],
+)
+def test_what_depends_on_layers_below_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadInput, match=f"LlamaForCausalLM: {message}"):
+        find_blocks(pairs(*NONE_USES, **options), name="tiny")
 
 
 def llava(**changes: object) -> PretrainedConfig:

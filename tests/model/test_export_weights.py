@@ -251,17 +251,6 @@ def test_into_the_directory_of_the_base_model(tmp_path: Path) -> None:
         assert_same(import_all(exported.base), wanted)
 
 
-def test_leftovers_of_a_killed_export_are_removed(tmp_path: Path) -> None:
-    output = tmp_path / "out"
-    (output / ".export-in-progress" / "deep").mkdir(parents=True)
-    (output / ".export-in-progress" / "model.safetensors").write_bytes(b"half")
-    write_marker(output, Marker(run="/runs/a", is_run=False))
-    with in_store(tmp_path, "llama") as exported:
-        exported.export(output)
-    assert not (output / ".export-in-progress").exists()
-    assert_same(import_all(output), reference(tmp_path / "base"))
-
-
 @pytest.mark.parametrize("max_shard_bytes", [10**9, SHARD_BYTES])
 def test_the_space_of_an_export_is_known_before(tmp_path: Path, max_shard_bytes: int) -> None:
     """The weights and their index to the byte; the small files take at most what is counted for them."""
