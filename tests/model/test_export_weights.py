@@ -26,7 +26,7 @@ from ratel_cli.model.export.export_layout import (
     whole_parameter,
 )
 from ratel_cli.model.export.export_weights import ExportFiles, export_model
-from ratel_cli.model.export.sidecars import BaseSidecars
+from ratel_cli.model.export.sidecars import BaseSidecars, TokenizerFiles
 from ratel_cli.model.export.staging import Destination
 from ratel_cli.model.files.directory import INDEX_NAME, WEIGHTS_NAME
 from ratel_cli.model.files.marker import (
@@ -79,13 +79,15 @@ class Exported:
         max_shard_bytes: int = SHARD_BYTES,
         overwrite: bool = False,
         layout: ExportLayout | None = None,
+        tokenizer: Callable[[], TokenizerFiles] = TokenizerFiles,
     ) -> None:
         """Without a `layout`, one of this size that no files of the base decide."""
+        sidecars = BaseSidecars(base_dir=self.base, tokenizer=tokenizer)
         export_model(
             self.spec,
             self.store.current(),
             self.pool,
-            ExportFiles(layout or self.layout(dtype, max_shard_bytes), BaseSidecars(base_dir=self.base)),
+            ExportFiles(layout or self.layout(dtype, max_shard_bytes), sidecars),
             Destination(directory=output, run="/runs/a", overwrite=overwrite),
             dtype=dtype,
             card=plain_card(self.spec),

@@ -7,14 +7,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ratel_cli.errors import BadInput
 from ratel_cli.model.cut.find_blocks import find_blocks
 from ratel_cli.model.files.initialise import RandomSource, SelfDrawn
 from ratel_cli.model.files.skeleton import build_skeleton, read_model_config
+from ratel_cli.model.values.spec import ModelSpec
 from tests.model.tiny import FAMILIES, Tensors, assert_same, read_all, skeleton_of, tiny_config
 from tests.tiers import thinned
+
+
+def saved(directory: Path, family: str) -> tuple[PreTrainedModel, ModelSpec]:
+    """A tiny model's configuration, and what is read of it."""
+    tiny_config(family).save_pretrained(directory)
+    return skeleton_of(directory)
 
 
 def draw(directory: Path, *, seed: int, num_elements: int = 1000) -> Tensors:
@@ -41,8 +48,7 @@ def test_same_distribution_as_in_memory(tmp_path: Path, family: str) -> None:
 
 
 def test_same_seed_same_bits(tmp_path: Path) -> None:
-    tiny_config("gpt2").save_pretrained(tmp_path)
-    skeleton, spec = skeleton_of(tmp_path)
+    skeleton, spec = saved(tmp_path, "gpt2")
     before = torch.get_rng_state()
     first = read_all(RandomSource(skeleton, 7), spec)
     assert torch.equal(torch.get_rng_state(), before)
@@ -54,8 +60,7 @@ def test_same_seed_same_bits(tmp_path: Path) -> None:
 
 
 def test_bits_do_not_depend_on_the_order_of_reading(tmp_path: Path) -> None:
-    tiny_config("mixtral").save_pretrained(tmp_path)
-    skeleton, spec = skeleton_of(tmp_path)
+    skeleton, spec = saved(tmp_path, "mixtral")
     forwards = read_all(RandomSource(skeleton, 3), spec)
     source = RandomSource(skeleton, 3)
     for name in reversed(forwards):
@@ -70,8 +75,7 @@ def test_no_two_layers_are_equal(tmp_path: Path) -> None:
 
 
 def test_one_module_at_a_time(tmp_path: Path) -> None:
-    tiny_config("gpt2").save_pretrained(tmp_path)
-    skeleton, spec = skeleton_of(tmp_path)
+    skeleton, spec = saved(tmp_path, "gpt2")
     source = RandomSource(skeleton, 1)
     for parameter in (parameter for block in spec.blocks for parameter in block.parameters):
         source.read(parameter.name, 0, 1)
@@ -101,8 +105,7 @@ def test_a_scale_that_no_distribution_has(family: str, value: float) -> None:
 
 
 def test_an_initialiser_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tiny_config("llama").save_pretrained(tmp_path)
-    skeleton, spec = skeleton_of(tmp_path)
+    skeleton, spec = saved(tmp_path, "llama")
     source = RandomSource(skeleton, 1)
 
     def fail(module: torch.nn.Module) -> None:

@@ -11,14 +11,10 @@ import transformers
 from transformers import PreTrainedTokenizerBase
 
 from ratel_cli.errors import BadInput
-from ratel_cli.model.export.card import plain_card
-from ratel_cli.model.export.export_layout import layout_of_model
-from ratel_cli.model.export.export_weights import ExportFiles, export_model
 from ratel_cli.model.export.sidecars import BaseSidecars, TokenizerFiles
-from ratel_cli.model.export.staging import Destination
 from ratel_cli.model.files import directory
 from ratel_cli.model.files.directory import check_sidecars
-from tests.model.test_export_weights import Exported, in_store
+from tests.model.test_export_weights import in_store
 
 
 def files_of_tokenizers() -> dict[str, set[str]]:
@@ -32,21 +28,6 @@ def files_of_tokenizers() -> dict[str, set[str]]:
     return found
 
 
-def export_beside(exported: Exported, output: Path, tokenizer: TokenizerFiles) -> None:
-    export_model(
-        exported.spec,
-        exported.store.current(),
-        exported.pool,
-        ExportFiles(
-            layout_of_model(exported.skeleton, exported.spec, "float32"),
-            BaseSidecars(base_dir=exported.base, tokenizer=lambda: tokenizer),
-        ),
-        Destination(directory=output, run="/runs/a"),
-        dtype="float32",
-        card=plain_card(exported.spec),
-    )
-
-
 @pytest.mark.full
 def test_every_file_of_every_tokenizer_is_exported(tmp_path: Path) -> None:
     """Those of the classes of today by their names; those of other classes, as they name them."""
@@ -56,7 +37,8 @@ def test_every_file_of_every_tokenizer_is_exported(tmp_path: Path) -> None:
     with in_store(tmp_path, "llama") as exported:
         for name in (*names, "words.of-tomorrow", "notes.of-mine"):
             (exported.base / name).write_text(f'{{"of": "{name}"}}')
-        export_beside(exported, tmp_path / "out", TokenizerFiles(names=("words.of-tomorrow", "not-there")))
+        tokenizer = TokenizerFiles(names=("words.of-tomorrow", "not-there"))
+        exported.export(tmp_path / "out", tokenizer=lambda: tokenizer)
         written = {path.name for path in (tmp_path / "out").iterdir()}
         for made, files in table.items():
             assert files <= written, f"{made} has no {files - written} in its export"
