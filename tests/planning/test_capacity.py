@@ -231,43 +231,11 @@ def test_the_device_takes_what_passes_through() -> None:
     assert raised.value.hint is not None and "limits.gpu_memory" in raised.value.hint
 
 
-def test_deferred_gradients_are_never_spilled() -> None:
-    spec = gpt(num_layers=30, hidden_size=512)
-    deferring = replace(DEEP, deferred=frozenset(range(len(spec.blocks))))
-    total = need(spec, placement=deferring)[0].total
-    assert need(spec, holds_gradients=True, limit_bytes=total - 1)[1] > 0
-    with pytest.raises(DoesNotFit):
-        need(spec, placement=deferring, limit_bytes=total - 1)
-
-
-def test_without_room_for_any_gradient_all_are_spilled() -> None:
-    spec = gpt(num_layers=9, hidden_size=1024)
-    memory, spilled = need(spec, holds_gradients=True, limit_bytes=need(spec)[0].total)
-    assert (memory.held_gradients, spilled) == (0, len(spec.blocks))
-
-
-@pytest.mark.parametrize("holds_gradients", [False, True])
-def test_a_layer_more_costs_its_held_gradient_and_notes_alone(holds_gradients: bool) -> None:
-    def total(num_layers: int) -> int:
-        return need(gpt(num_layers=num_layers, hidden_size=1024), holds_gradients=holds_gradients)[0].total
-
-    layer = gpt(num_layers=1, hidden_size=1024).blocks[1].num_elements
-    notes_bytes = NOTES_BYTES + 26 * 4 * math.ceil(layer / 2**18)
-    assert total(32) - total(31) == notes_bytes + (2 * layer if holds_gradients else 0)
-
-
 def test_micro_batches_cost_their_hidden_states_alone() -> None:
     spec = gpt(num_layers=4)
     two, many = (need(spec, workload=replace(WORKLOAD, num_micro_batches=number))[0] for number in (2, 50))
     assert (two.block, two.working_set) == (many.block, many.working_set)
     assert many.hidden_states == 25 * two.hidden_states
-
-
-def test_depth_costs_weights_and_gradients_of_layers() -> None:
-    spec = gpt(num_layers=9, hidden_size=1024, vocab_size=100)
-    layer = spec.blocks[1].num_elements
-    totals = [need(spec, placement=Placement(prefetch_blocks=n, pending_updates=n))[0].total for n in (0, 1, 2)]
-    assert totals[2] - totals[1] == totals[1] - totals[0] == (2 + 2 + 2) * layer
 
 
 @pytest.mark.parametrize("state", [BFLOAT16, FLOAT16, FLOAT32])

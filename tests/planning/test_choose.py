@@ -40,26 +40,14 @@ AS_GOOD = 1.005
 WISHES: tuple[ActivationPolicy, ...] = ("auto", "keep", "recompute", "static", "swap_all", 0.3)
 
 
-def problem(
-    hardware: HardwareProfile = EVEN,
-    *,
-    limit_bytes: int = ROOMY,
-    holds_gradients: bool = False,
-    overlap: Overlap = "optimized",
-    activations: ActivationPolicy = "auto",
-) -> Problem:
+def problem(hardware: HardwareProfile = EVEN, *, limit_bytes: int = ROOMY, **decisions: object) -> Problem:
+    usual = Decisions(holds_gradients=False, num_slots=2, host_limit_bytes=limit_bytes)
     return Problem(
         spec=SPEC,
         workload=WORKLOAD,
         profile=PROFILE,
         hardware=hardware,
-        decisions=Decisions(
-            holds_gradients=holds_gradients,
-            num_slots=2,
-            host_limit_bytes=limit_bytes,
-            activations=activations,
-            overlap=overlap,
-        ),
+        decisions=replace(usual, **decisions),  # type: ignore[arg-type]
         process_bytes=100 * MIB,
     )
 

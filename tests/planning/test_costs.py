@@ -54,15 +54,7 @@ SLOW = (
 
 def machine_with(slow: str, rate: float) -> HardwareProfile:
     """Where everything but `slow` takes next to no time."""
-    rates = {name: rate if name == slow else 1e12 for name in SLOW}
-    return machine(
-        read_bytes_per_second=rates["read_bytes_per_second"],
-        write_bytes_per_second=rates["write_bytes_per_second"],
-        adam_parameters_per_second=rates["adam_parameters_per_second"],
-        up_bytes_per_second=rates["up_bytes_per_second"],
-        down_bytes_per_second=rates["down_bytes_per_second"],
-        memory_bytes_per_second=rates["memory_bytes_per_second"],
-    )
+    return machine(**{name: rate if name == slow else 1e12 for name in SLOW})
 
 
 def total_flops(spec: ModelSpec, workload: Workload) -> int:
@@ -141,12 +133,8 @@ def test_adamw_takes_of_computing_what_was_measured(share: float | None, taken: 
     """On four cores, or as a layer next to it showed, whatever the number of its threads."""
     for threads in (1, 2):
         placement = replace(DEEP, adamw_threads=threads)
-        time = StepCosts(
-            spec=SPEC,
-            hardware=machine(num_cores=4, adam_parameters_per_second=ELEMENTS / 2.0, memory_bytes_per_second=1e15),
-            compute=replace(COMPUTE, adamw_share=share),
-            holds_gradients=False,
-        ).time(placement, step_traffic(SPEC, placement, NOTHING_OFFLOADED, holds_gradients=False), NOTHING_OFFLOADED)
+        hardware = machine(num_cores=4, adam_parameters_per_second=ELEMENTS / 2.0, memory_bytes_per_second=1e15)
+        time = step_time(hardware, placement=placement, compute=replace(COMPUTE, adamw_share=share))
         assert time.backward.compute == pytest.approx(COMPUTE.backward + 2.0 * taken)
 
 
@@ -215,32 +203,18 @@ def traffic_of(
 def step_time(
     hardware: HardwareProfile,
     *,
-    spec: ModelSpec = SPEC,
     placement: Placement = DEEP,
     offloaded: OffloadedActivations = NOTHING_OFFLOADED,
-    compute: ComputeSeconds = COMPUTE,
     not_recomputed_seconds: float = 0.0,
-    holds_gradients: bool = False,
-    num_micro_batches: int = 1,
-    num_head_chunks: int = 1,
-    lookup_rows_bytes: int = 0,
-    overlap: Overlap = "optimized",
+    **changes: object,
 ) -> StepTime:
-    return StepCosts(
-        spec=spec,
-        hardware=hardware,
-        compute=compute,
-        holds_gradients=holds_gradients,
-        num_micro_batches=num_micro_batches,
-        num_head_chunks=num_head_chunks,
-        lookup_rows_bytes=lookup_rows_bytes,
-        overlap=overlap,
-    ).time(
-        placement,
-        step_traffic(spec, placement, offloaded, holds_gradients=holds_gradients, overlap=overlap),
-        offloaded,
-        not_recomputed_seconds=not_recomputed_seconds,
+    """`changes`: of the costs."""
+    usual = StepCosts(spec=SPEC, hardware=hardware, compute=COMPUTE, holds_gradients=False)
+    costs = replace(usual, **changes)  # type: ignore[arg-type]
+    traffic = step_traffic(
+        costs.spec, placement, offloaded, holds_gradients=costs.holds_gradients, overlap=costs.overlap
     )
+    return costs.time(placement, traffic, offloaded, not_recomputed_seconds=not_recomputed_seconds)
 
 
 @pytest.mark.parametrize(
@@ -627,14 +601,8 @@ def test_both_directions_count_together_against_the_others() -> None:
 @pytest.mark.parametrize("overlap", ["optimized", "naive", "separate"])
 def test_rates_twice_as_high_halve_the_time(overlap: Overlap) -> None:
     def seconds(factor: float) -> float:
-        hardware = machine(
-            read_bytes_per_second=factor * 2e6,
-            write_bytes_per_second=factor * 1e6,
-            adam_parameters_per_second=factor * 1e6,
-            up_bytes_per_second=factor * 1e6,
-            down_bytes_per_second=factor * 1e6,
-            memory_bytes_per_second=factor * 1e7,
-        )
+        rates = dict.fromkeys(SLOW, factor * 1e6) | {"read_bytes_per_second": factor * 2e6}
+        hardware = machine(**rates | {"memory_bytes_per_second": factor * 1e7})
         compute = replace(COMPUTE, forward=COMPUTE.forward / factor, backward=COMPUTE.backward / factor)
         return step_time(hardware, overlap=overlap, offloaded=SPILLED, compute=compute).total
 

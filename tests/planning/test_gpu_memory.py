@@ -306,21 +306,6 @@ def test_one_micro_batch_has_no_sums() -> None:
         assert {each.holds_sums for each in found} == {wanted}
 
 
-def test_it_does_not_grow_with_the_number_of_layers() -> None:
-    few, many = (memory_of(gpt(num_layers=number), WORKLOAD).needed_bytes(unit_of(MIB)) for number in (3, 96))
-    assert few == many
-
-
-def test_micro_batches_cost_their_hidden_states_alone() -> None:
-    spec = gpt()
-    two, three = (
-        memory_of(spec, replace(WORKLOAD, num_micro_batches=number)).needed_bytes(unit_of(MIB)) for number in (2, 3)
-    )
-    tokens = WORKLOAD.micro_batch_tokens
-    # In the head, each micro-batch has its hidden states or their gradient.
-    assert three - two == tokens * (2 * spec.hidden_size + WORKLOAD.sequence_len + 40 + 512)
-
-
 @pytest.mark.parametrize("holds_head", [False, True])
 def test_what_an_embedding_has_besides_a_borrowed_matrix_is_summed_too(holds_head: bool) -> None:
     plain = gpt(hidden_size=1024, vocab_size=64, tied=True)
@@ -432,12 +417,6 @@ def test_host_memory_gathers_rows_and_holds_gradients_of_rows(tied: bool) -> Non
     spread_bytes, gathered_bytes = 0 if tied else 2 * 2048, 2 * 304 * 256
     [whole, rows] = map(taken, (None, 304))
     assert rows == (whole[0] - saved_bytes + spread_bytes, whole[1] - saved_bytes + spread_bytes + gathered_bytes)
-
-
-def test_nothing_put_aside_is_nothing_on_the_way() -> None:
-    assert NOTHING_OFFLOADED.largest_unit == (0, 0, 0)
-    small, large = (memory_of(gpt(), WORKLOAD).needed_bytes(unit_of(number * MIB)) for number in (5, 10))
-    assert large - small == 2 * 5 * MIB, "there are two"
 
 
 @examples(60)

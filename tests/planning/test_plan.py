@@ -37,29 +37,18 @@ ROOMY, TIGHT = 8 * GIB, 532 * MIB
 def plan(
     *,
     limit_bytes: int = GIB,
-    holds_gradients: bool = False,
-    num_slots: int = 2,
-    activations: ActivationPolicy = "auto",
-    overlap: Overlap = "optimized",
-    device_limit_bytes: int | None = None,
     profile: ModelProfile = PROFILE,
     hardware: HardwareProfile | None = None,
+    **decisions: object,
 ) -> Plan:
-    decisions = Decisions(
-        holds_gradients=holds_gradients,
-        num_slots=num_slots,
-        host_limit_bytes=limit_bytes,
-        activations=activations,
-        overlap=overlap,
-        device_limit_bytes=device_limit_bytes,
-    )
+    usual = Decisions(holds_gradients=False, num_slots=2, host_limit_bytes=limit_bytes)
     return make_plan(
         Problem(
             spec=SPEC,
             workload=WORKLOAD,
             profile=profile,
             hardware=hardware or machine(),
-            decisions=decisions,
+            decisions=replace(usual, **decisions),  # type: ignore[arg-type]
             process_bytes=200 * MIB,
         )
     )

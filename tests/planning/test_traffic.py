@@ -160,45 +160,6 @@ def test_bytes_per_parameter(state: Widths, layer: int, head: int, holds_gradien
     assert (traffic.update_read_bytes, traffic.update_written_bytes, traffic.first_read_bytes) == (0, 0, 0)
 
 
-def test_updates_on_arrival_fall_in_backward() -> None:
-    traffic = step_traffic(gpt(), NOTHING, NOTHING_OFFLOADED, holds_gradients=False)
-    assert (traffic.forward_read_bytes, traffic.forward_written_bytes) == (2 * (EMBEDDING + 3 * LAYER), TABLE)
-    assert traffic.backward_read_bytes == 12 * (EMBEDDING + 3 * LAYER + HEAD)
-
-
-def test_held_gradients_move_the_update_to_forward() -> None:
-    traffic = step_traffic(gpt(), NOTHING, NOTHING_OFFLOADED, holds_gradients=True)
-    every = EMBEDDING + 3 * LAYER + HEAD
-    assert (traffic.forward_read_bytes, traffic.forward_written_bytes) == (12 * every, 12 * every + TABLE)
-    assert (traffic.backward_read_bytes, traffic.backward_written_bytes) == (2 * (EMBEDDING + 3 * LAYER), 0)
-
-
-def test_a_separate_optimizer_reads_the_weights_once_more() -> None:
-    traffic = step_traffic(gpt(), NOTHING, NOTHING_OFFLOADED, holds_gradients=False, overlap="separate")
-    every = EMBEDDING + 3 * LAYER + HEAD
-    assert (traffic.update_read_bytes, traffic.update_written_bytes) == (12 * every, 12 * every)
-    assert (traffic.forward_read_bytes, traffic.backward_read_bytes) == (2 * (every - HEAD), 2 * every)
-
-
-@pytest.mark.parametrize("num_layers", [1, 2, 17])
-@pytest.mark.parametrize("prefetch_blocks", [0, 2])
-def test_a_layer_more_is_26_bytes_for_each_of_its_parameters(num_layers: int, prefetch_blocks: int) -> None:
-    def moved(spec_layers: int) -> int:
-        placement = Placement(prefetch_blocks=prefetch_blocks)
-        traffic = step_traffic(gpt(num_layers=spec_layers), placement, NOTHING_OFFLOADED, holds_gradients=False)
-        return traffic.read_bytes + traffic.written_bytes
-
-    assert moved(num_layers + 1) - moved(num_layers) == 26 * LAYER
-
-
-@pytest.mark.parametrize("holds_gradients", [False, True])
-def test_a_tied_embedding_is_read_for_the_head_too(holds_gradients: bool) -> None:
-    spec = gpt(tied=True)
-    traffic = step_traffic(spec, NOTHING, NOTHING_OFFLOADED, holds_gradients=holds_gradients)
-    norm = spec.blocks[-1].num_elements
-    assert traffic.read_bytes + traffic.written_bytes == 28 * EMBEDDING + 26 * 3 * LAYER + 24 * norm + TABLE
-
-
 @pytest.mark.parametrize(
     ("num_blocks", "elements"),
     [(0, 0), (1, EMBEDDING), (2, EMBEDDING + LAYER), (5, EMBEDDING + 3 * LAYER + HEAD)],
@@ -210,26 +171,6 @@ def test_spilled_gradients_go_and_come_back(num_blocks: int, elements: int) -> N
     assert sum(gradient_bytes(spec, None)[:num_blocks]) == 2 * elements
     assert spilled.backward_written_bytes - none.backward_written_bytes == 2 * elements
     assert spilled.forward_read_bytes - none.forward_read_bytes == 2 * elements
-
-
-def test_spilled_activations_go_in_forward_and_come_back_in_backward() -> None:
-    offloaded = offload([8192] * 3, num_micro_batches=3, spilled_units=5)
-    none, spilled = (
-        step_traffic(gpt(), NOTHING, each, holds_gradients=False) for each in (NOTHING_OFFLOADED, offloaded)
-    )
-    assert spilled.forward_written_bytes - none.forward_written_bytes == 5 * 8192
-    assert spilled.backward_read_bytes - none.backward_read_bytes == 2 * 8192
-    assert spilled.forward_read_bytes == none.forward_read_bytes
-    assert spilled.backward_written_bytes == none.backward_written_bytes
-
-
-def test_with_everything_in_memory_only_writing_is_left() -> None:
-    every = frozenset(range(5))
-    placement = Placement(resident_weights=every, resident_states=every)
-    traffic = step_traffic(gpt(), placement, NOTHING_OFFLOADED, holds_gradients=False)
-    elements = EMBEDDING + 3 * LAYER + HEAD
-    assert (traffic.read_bytes, traffic.written_bytes) == (0, 12 * elements + TABLE)
-    assert traffic.first_read_bytes == 12 * elements
 
 
 @pytest.mark.parametrize("num_slots", [1, 2, 5])
