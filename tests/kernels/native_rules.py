@@ -7,7 +7,8 @@ from collections.abc import Callable
 import torch
 
 from ratel_cli import _native
-from tests.kernels.rules import LEARNING_RATE, UNIT, Layout, Numbers, RuleName, direction_of, fields_of
+from tests.kernels.oracle import assert_same_bits, scalars
+from tests.kernels.rules import LEARNING_RATE, UNIT, Layout, Numbers, Reference, RuleName, direction_of, fields_of
 
 AnyScalars = _native.AdamWScalars | _native.LionScalars | _native.SgdScalars | _native.MuonScalars
 
@@ -47,17 +48,15 @@ def scalars_of(rule: RuleName, numbers: Numbers, step: int, *, gradient_scale: f
             step_size=rate,
             gradient_scale=gradient_scale,
         )
-    return _native.AdamWScalars(
-        decay_factor=1 - rate * numbers.weight_decay,
+    of_adamw = scalars(
+        step,
         beta1=beta1,
-        one_minus_beta1=1 - beta1,
         beta2=beta2,
-        one_minus_beta2=1 - beta2,
-        step_size=rate / (1 - beta1**step),
-        bias_correction2_sqrt=(1 - beta2**step) ** 0.5,
         epsilon=numbers.epsilon,
+        weight_decay=numbers.weight_decay,
         gradient_scale=gradient_scale,
     )
+    return _native.AdamWScalars(**of_adamw)
 
 
 class Native:
@@ -112,3 +111,21 @@ class Native:
     def compute(self) -> torch.Tensor:
         """The weight that a model computes with."""
         return next(iter(self.fields.values()))
+
+
+def assert_same(actual: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+    if actual.dtype == torch.uint8:
+        assert torch.equal(actual, expected), f"{what}: {int((actual != expected).sum())} differ"
+    else:
+        assert_same_bits(actual, expected, what)
+
+
+def assert_equal_states(native: Native, reference: Reference, what: str) -> None:
+    """Weight, moments, and the weight that a model computes with."""
+    assert_same(native.master, reference.weight.detach(), f"{what}, weight")
+    for name, expected in reference.moments.items():
+        found = native.fields[name]
+        has_signs = name == "v32" and native.layout == "bfloat16"
+        assert_same(found.abs() if has_signs else found, expected, f"{what}, {name}")
+    if native.layout != "float32":
+        assert_same(native.compute, reference.weight.detach().to(native.compute.dtype), f"{what}, compute weight")

@@ -3,37 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
 
 from ratel_cli import _native
+from tests.kernels.native_rules import kernel
 from tests.kernels.oracle import scalars
+from tests.kernels.rules import fields_of
 
 SIZE = 33
 ONE = _native.AdamWScalars(**scalars(1))
 
 
-class State(NamedTuple):
-    """The arrays of adamw_bfloat16."""
-
-    hi16: torch.Tensor
-    lo16: torch.Tensor
-    m32: torch.Tensor
-    v32: torch.Tensor
-    gradient: torch.Tensor
+def state() -> dict[str, torch.Tensor]:
+    """The arrays of adamw_bfloat16, in their order."""
+    fields = {each.name: torch.zeros(SIZE, dtype=each.dtype) for each in fields_of("adamw", "bfloat16")}
+    return {**fields, "gradient": torch.ones(SIZE, dtype=torch.bfloat16)}
 
 
-def state() -> State:
-    return State(
-        hi16=torch.zeros(SIZE, dtype=torch.bfloat16),
-        lo16=torch.zeros(SIZE, dtype=torch.int16),
-        m32=torch.zeros(SIZE),
-        v32=torch.zeros(SIZE),
-        gradient=torch.ones(SIZE, dtype=torch.bfloat16),
-    )
+def update(arrays: dict[str, torch.Tensor]) -> None:
+    kernel("adamw", "bfloat16")(*arrays.values(), scalars=ONE)
 
 
 @pytest.mark.parametrize(
@@ -56,21 +47,20 @@ def test_rejects_an_array(
     name: str, change: Callable[[torch.Tensor], torch.Tensor], error: type[Exception], message: str
 ) -> None:
     good = state()
-    changed = {field: change(tensor) if field == name else tensor for field, tensor in good._asdict().items()}
     with pytest.raises(error, match=message):
-        _native.adamw_bfloat16(*State(**changed), scalars=ONE)
-    assert not any(tensor.any() for tensor in good[:4])
+        update({**good, name: change(good[name])})
+    assert not any(tensor.any() for field, tensor in good.items() if field != "gradient")
 
 
 def test_rejects_overlap() -> None:
     arrays = state()
     with pytest.raises(ValueError, match=r"^v32 and m32 overlap in memory$"):
-        _native.adamw_bfloat16(*arrays._replace(v32=arrays.m32), scalars=ONE)
+        update({**arrays, "v32": arrays["m32"]})
     memory = torch.zeros(2 * SIZE)
     first, last = memory[:SIZE], memory[SIZE:]
     with pytest.raises(ValueError, match=r"^v32 and m32 overlap in memory$"):
-        _native.adamw_bfloat16(*arrays._replace(m32=first, v32=memory[SIZE - 1 : -1]), scalars=ONE)
-    _native.adamw_bfloat16(*arrays._replace(m32=first, v32=last), scalars=ONE)
+        update({**arrays, "m32": first, "v32": memory[SIZE - 1 : -1]})
+    update({**arrays, "m32": first, "v32": last})
 
 
 def test_rejects_a_read_only_state_and_takes_a_read_only_gradient() -> None:

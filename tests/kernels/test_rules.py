@@ -14,7 +14,7 @@ import torch
 import xxhash
 
 from ratel_cli import _native
-from tests.kernels.native_rules import Native, kernel, scalars_of
+from tests.kernels.native_rules import Native, assert_equal_states, assert_same, kernel, scalars_of
 from tests.kernels.oracle import GRADIENT_DTYPES, ISAS, SIZES, assert_same_bits, needs_fused_torch
 from tests.kernels.rules import (
     LAYOUTS,
@@ -39,13 +39,6 @@ needs_bitsandbytes = pytest.mark.skipif(find_spec("bitsandbytes") is None, reaso
 
 def native_maps() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.tensor(_native.dynamic_map(signed=True)), torch.tensor(_native.dynamic_map(signed=False))
-
-
-def assert_same(actual: torch.Tensor, expected: torch.Tensor, what: str) -> None:
-    if actual.dtype == torch.uint8:
-        assert torch.equal(actual, expected), f"{what}: {int((actual != expected).sum())} differ"
-    else:
-        assert_same_bits(actual, expected, what)
 
 
 def gradients(size: int, dtype: torch.dtype, generator: torch.Generator, scale: float) -> torch.Tensor:
@@ -82,12 +75,7 @@ def check(
             random = random_halves(rounding[0], rounding[1] + torch.arange(size))
             reference.weight.copy_(rounded_stochastically(reference.weight, random))
         what = f"{rule}, {layout}, {isa}, {size} elements, step {step}"
-        assert_same(native.master, reference.weight, f"{what}, weight")
-        for name, expected in reference.moments.items():
-            found = native.fields[name]
-            assert_same(found.abs() if name == "v32" and layout == "bfloat16" else found, expected, f"{what}, {name}")
-        if layout != "float32":
-            assert_same(native.compute, reference.weight.to(native.compute.dtype), f"{what}, compute weight")
+        assert_equal_states(native, reference, what)
 
 
 @needs_fused_torch
@@ -120,14 +108,15 @@ def test_other_settings_and_magnitudes(rule: RuleName, isa: str, numbers: Number
 
 
 @needs_fused_torch
+@pytest.mark.parametrize("scale", [0.3, 1 / 65536, 1e-30])
 @pytest.mark.parametrize("rule", RULES)
-def test_gradients_are_scaled_first(rule: RuleName) -> None:
+def test_gradients_are_scaled_first(rule: RuleName, scale: float) -> None:
     generator = torch.Generator().manual_seed(1)
     weight, gradient = (torch.randn(500, generator=generator) for _ in range(2))
     numbers = Numbers()
     native, reference = Native(rule, "float32", weight, isa=ISAS[-1]), Reference(rule, weight, numbers)
-    native.step(gradient, scalars_of(rule, numbers, 1, gradient_scale=0.3))
-    reference.step(gradient * torch.tensor(0.3))
+    native.step(gradient, scalars_of(rule, numbers, 1, gradient_scale=scale))
+    reference.step(gradient * torch.tensor(scale))
     if rule == "muon":  # the direction is not made of the gradient here
         assert_same(native.fields["m32"], reference.moments["m32"], rule)
         return
