@@ -26,13 +26,19 @@ WHICH = torch.tensor([2])
 """What a layer gets, and may read past the dispatcher."""
 
 
-def record(block: Block, hidden: torch.Tensor) -> tuple[torch.Tensor, Tape]:
-    recorder = Recorder()
+def recorded(
+    block: Block, hidden: torch.Tensor, swapped: Sequence[str] = ()
+) -> tuple[torch.Tensor, Recorder, Tape, Offloaded]:
+    recorder = Recorder(swapped=swapped)
     with recorder.recording():
         output = block(hidden.detach().requires_grad_())
-    tape, offloaded = recorder.finish()
+    return output.detach(), recorder, *recorder.finish()
+
+
+def record(block: Block, hidden: torch.Tensor) -> tuple[torch.Tensor, Tape]:
+    output, _, tape, offloaded = recorded(block, hidden)
     assert not offloaded
-    return output.detach(), tape
+    return output, tape
 
 
 def gradients(
@@ -85,10 +91,8 @@ def check(block: Block, hidden: torch.Tensor, parameters: list[nn.Parameter]) ->
 
 
 def recorded_template(block: Block, hidden: torch.Tensor, swapped: Sequence[str] = ()) -> Template | None:
-    recorder = Recorder(swapped=swapped)
-    with recorder.recording():
-        block(hidden.detach().requires_grad_())
-    return template_of(recorder, recorder.finish()[0])
+    _, recorder, tape, _ = recorded(block, hidden, swapped)
+    return template_of(recorder, tape)
 
 
 def repeat(template: Template, block: Block, hidden: torch.Tensor) -> tuple[torch.Tensor, Tape, Offloaded]:
@@ -271,10 +275,7 @@ def test_what_changes_later_is_not_offloaded(weights: list[nn.Parameter], hidden
         return (x @ weights[0]).mul_(2) @ weights[1]
 
     rows = hidden[0]
-    recorder = Recorder(swapped=["aten.mm.default#0"])
-    with recorder.recording():
-        block(rows.detach().requires_grad_())
-    tape, offloaded = recorder.finish()
+    *_, tape, offloaded = recorded(block, rows, ["aten.mm.default#0"])
     assert offloaded == {}
     wanted, found = (gradients(block, rows, weights[:2], each) for each in (None, tape))
     assert all(torch.equal(a, b) for a, b in zip(wanted, found, strict=True))
@@ -366,10 +367,7 @@ def test_attention_on_a_gpu_is_swapped_whole(attend: Callable[..., torch.Tensor]
         return attend(x * 2, x * 3, x * 4).tanh()
 
     hidden = torch.empty(1, 2, 8, 16, dtype=torch.bfloat16, device="meta")
-    recorder = Recorder(swapped=[f"aten.{name}.default#0" for name in ATTENTION])
-    with recorder.recording():
-        block(hidden.detach().requires_grad_())
-    tape, offloaded = recorder.finish()
+    *_, tape, offloaded = recorded(block, hidden, [f"aten.{name}.default#0" for name in ATTENTION])
     [(position, tensors)] = offloaded.items()
     assert tape.decisions[position] is Decision.SWAP
     assert tensors and all(tensor.is_floating_point() for tensor in tensors)
@@ -382,10 +380,7 @@ def test_attention_on_a_gpu_is_swapped_whole(attend: Callable[..., torch.Tensor]
     [gradient] = torch.autograd.grad(output, [leaf], torch.empty_like(output))
     assert gradient.shape == hidden.shape
     # Recomputed, it draws the same numbers: the tape holds the generator's state for its position.
-    recorder = Recorder()
-    with recorder.recording():
-        block(hidden.detach().requires_grad_())
-    again, _ = recorder.finish()
+    *_, again, _ = recorded(block, hidden)
     assert again.decisions[position] is Decision.EXEC
     assert position in again.random_states
 
@@ -429,10 +424,7 @@ def test_tapes_keep_what_is_of_one_call(hidden: torch.Tensor) -> None:
     hidden = torch.empty(1, 2, 8, 16, dtype=torch.bfloat16, device="meta")
     tapes = Tapes()
     for number in range(2):
-        recorder = Recorder()
-        with recorder.recording():
-            block(hidden.detach().requires_grad_())
-        tape, _ = recorder.finish()
+        *_, tape, _ = recorded(block, hidden)
         tapes.put(1, number, tape)
     wanted, first, second = tape, tapes.take(1, 0), tapes.take(1, 1)
     assert second.outputs == wanted.outputs
@@ -522,16 +514,10 @@ def test_what_a_custom_function_reads_is_never_swapped(
         return functional.silu(query * key) @ weights[2] + query
 
     plain = gradients(block, hidden, weights, None)
-    recorder = Recorder()
-    with recorder.recording():
-        block(hidden.detach().requires_grad_())
-    recorder.finish()
+    _, recorder, *_ = recorded(block, hidden)
     keys = [operator.key for operator in recorder.operators]
     for swapped in [[], *([key] for key in keys), keys]:
-        recorder = Recorder(swapped=swapped)
-        with recorder.recording():
-            block(hidden.detach().requires_grad_())
-        tape, offloaded = recorder.finish()
+        *_, tape, offloaded = recorded(block, hidden, swapped)
         leaf = hidden.detach().requires_grad_()
         with Replayer(tape, dict(offloaded)) as replayer:
             output = block(leaf)
