@@ -58,10 +58,12 @@ class Machine:
             )
         )
 
-    def run(self, snapshots: Snapshots, num_steps: int) -> None:
+    def run(self, snapshots: Snapshots, num_steps: int, *, finishes: bool = False) -> None:
         for _ in range(num_steps):
             run_step(self.source)
             snapshots.after_commit()
+        if finishes:
+            snapshots.finish(lambda: None)
 
 
 @pytest.fixture
@@ -99,8 +101,7 @@ def test_every_second_step_is_copied(machine: Machine, target: Store) -> None:
         wait_for(target, step)
         snapshots.finish(lambda: None)
         check_generation(target, step)
-    machine.run(snapshots, 1)
-    snapshots.finish(lambda: None)
+    machine.run(snapshots, 1, finishes=True)
     check_generation(target, 6)
     assert machine.messages == []
 
@@ -133,8 +134,7 @@ def test_a_snapshot_that_was_due_when_the_run_was_killed_is_made_at_the_start(
         again.after_commit()
         again.finish(lambda: None)
         check_generation(reopened, 2)
-        machine.run(again, 2)
-        again.finish(lambda: None)
+        machine.run(again, 2, finishes=True)
         check_generation(reopened, 4)
         again.close()
 
@@ -162,10 +162,8 @@ def test_a_copy_begins_when_no_rank_copies(machine: Machine, target: Store) -> N
 
 def test_what_is_overwritten_is_no_snapshot(machine: Machine, target: Store) -> None:
     snapshots = machine.begin(target)
-    machine.run(snapshots, 2)
-    snapshots.finish(lambda: None)
-    machine.run(snapshots, 2)
-    snapshots.finish(lambda: None)
+    machine.run(snapshots, 2, finishes=True)
+    machine.run(snapshots, 2, finishes=True)
     assert (target.progress.step, target.step_before) == (4, 2)
     target.forget_before()
     target.begin_step()
@@ -184,8 +182,7 @@ def test_a_run_that_ends_abandons_its_copy_and_keeps_the_snapshot_before(
     machine: Machine, target: Store, queue: IoQueue
 ) -> None:
     snapshots = machine.begin(target)
-    machine.run(snapshots, 2)
-    snapshots.finish(lambda: None)
+    machine.run(snapshots, 2, finishes=True)
     slow = machine.begin(target, bytes_per_second=SLOW, is_new=False)
     machine.run(slow, 2)
     began = time.monotonic()
@@ -215,16 +212,13 @@ def test_a_device_that_fails_costs_one_warning(
     machine: Machine, target: Store, resources: ExitStack, queue: IoQueue, call: int
 ) -> None:
     snapshots = machine.begin(target)
-    machine.run(snapshots, 2)
-    snapshots.finish(lambda: None)
+    machine.run(snapshots, 2, finishes=True)
     target.close()
     faulty = resources.enter_context(FaultyQueue(from_call=call, lasting=Fault(error_number=errno.EIO)))
     with open_store([machine.target_path], faulty) as failing:
         snapshots = machine.begin(failing, is_new=False)
-        machine.run(snapshots, 2)
-        snapshots.finish(lambda: None)
-        machine.run(snapshots, 4)
-        snapshots.finish(lambda: None)
+        machine.run(snapshots, 2, finishes=True)
+        machine.run(snapshots, 4, finishes=True)
         snapshots.close()
     [warning] = machine.messages
     assert warning.startswith("warning: step 4 could not be copied to the snapshot: ")
@@ -236,8 +230,7 @@ def test_a_device_that_fails_costs_one_warning(
 
 def test_damage_in_the_store_does_not_reach_the_snapshot(machine: Machine, target: Store, tmp_path: Path) -> None:
     snapshots = machine.begin(target, every=1)
-    machine.run(snapshots, 1)
-    snapshots.finish(lambda: None)
+    machine.run(snapshots, 1, finishes=True)
     run_step(machine.source)
     size = (tmp_path / "a" / DATA_FILE_NAME).stat().st_size
     with (tmp_path / "a" / DATA_FILE_NAME).open("r+b") as file:
@@ -259,8 +252,7 @@ def test_without_a_free_slot_only_that_snapshot_is_missing(machine: Machine, tar
     [warning] = machine.messages
     assert warning.startswith("warning: no snapshot of step 2: step 2 cannot be saved: the store has 3 slots")
     machine.source.unpin(1)
-    machine.run(snapshots, 1)
-    snapshots.finish(lambda: None)
+    machine.run(snapshots, 1, finishes=True)
     check_generation(target, 3)
 
 
