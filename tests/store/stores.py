@@ -13,6 +13,7 @@ from ratel_cli.schedule.rules import ADAMW, FROZEN
 from ratel_cli.sizes import DtypeName
 from ratel_cli.store.barrier import Barrier
 from ratel_cli.store.layout import Geometry, StoredBlock
+from ratel_cli.store.lock import DATA_FILE_NAME
 from ratel_cli.store.store import Progress, Store, StoreIdentity
 from tests.fakes import filled
 
@@ -137,3 +138,23 @@ def open_store(
     lock_wait_seconds: float = 0.2,
 ) -> Store:
     return Store.open(paths, queue=queue, identity=identity, notice=notice, lock_wait_seconds=lock_wait_seconds)
+
+
+def edit(directory: Path, offset: int, content: bytes) -> None:
+    """Write to the data file, past the store."""
+    with (directory / DATA_FILE_NAME).open("r+b") as file:
+        file.seek(offset)
+        file.write(content)
+
+
+def flip(directory: Path, offset: int, mask: int = 1) -> None:
+    """Flip bits of one byte of the data file."""
+    with (directory / DATA_FILE_NAME).open("rb") as file:
+        file.seek(offset)
+        [byte] = file.read(1)
+    edit(directory, offset, bytes([byte ^ mask]))
+
+
+def flip_in(directory: Path, content: bytes) -> None:
+    """Flip a bit of the first place in the data file that has this content."""
+    flip(directory, (directory / DATA_FILE_NAME).read_bytes().index(content))

@@ -29,6 +29,8 @@ from tests.store.stores import (
     blocks_of,
     check_generation,
     create_store,
+    edit,
+    flip,
     import_all,
     open_store,
     run_step,
@@ -55,15 +57,6 @@ def geometry_of(store: Store) -> Geometry:
 
 def chunks_of(elements: Sequence[int], chunk_elements: int = 2048) -> ChunkMap:
     return ChunkMap(blocks_of(elements), chunk_elements, is_frozen=False)
-
-
-def flip(path: Path, address: int, mask: int = 1) -> None:
-    """Change the byte at a logical address of a store with one file."""
-    with (path / DATA_FILE_NAME).open("r+b") as file:
-        file.seek(HEADER_BYTES + address)
-        [byte] = file.read(1)
-        file.seek(HEADER_BYTES + address)
-        file.write(bytes([byte ^ mask]))
 
 
 def check_all(store: Store) -> None:
@@ -185,7 +178,11 @@ def test_a_changed_byte_is_found_on_reading(paths: list[Path], queue: IoQueue, s
     field = chance.choice(RECORD.fields)
     start = chance.randrange(0, BLOCK_ELEMENTS[block], SMALL_CHUNK)
     inside = chance.randrange(field.num_bytes(SMALL_CHUNK))
-    flip(paths[0], geometry.slot.records.address(block, field.name, start) + inside, 1 << chance.randrange(8))
+    flip(
+        paths[0],
+        HEADER_BYTES + geometry.slot.records.address(block, field.name, start) + inside,
+        1 << chance.randrange(8),
+    )
     with open_store(paths, queue) as store, BufferPool(None) as pool:
         memory = pool.lease(field.num_bytes(BLOCK_ELEMENTS[block]), "test").memory
         ticket = store.current().read(block, field.name, 0, BLOCK_ELEMENTS[block], memory)
@@ -198,7 +195,7 @@ def test_a_changed_byte_is_found_on_reading(paths: list[Path], queue: IoQueue, s
 def test_a_damaged_table_is_found(paths: list[Path], queue: IoQueue) -> None:
     with open_store(paths, queue) as store:
         table = geometry_of(store).slot.records.num_bytes
-    flip(paths[0], table + 20)
+    flip(paths[0], HEADER_BYTES + table + 20)
     with open_store(paths, queue) as store, pytest.raises(IntegrityFailure, match="step 2: the checksum table"):
         check_all(store)
 
@@ -210,9 +207,8 @@ def test_a_stale_slot_is_found(paths: list[Path], queue: IoQueue, tmp_path: Path
         run_step(store)
         size, slot = store.slot_bytes, store.current().slot
     old = (tmp_path / "before" / DATA_FILE_NAME).read_bytes()
-    with (paths[0] / DATA_FILE_NAME).open("r+b") as file:
-        file.seek(HEADER_BYTES + slot * size)
-        file.write(old[HEADER_BYTES + slot * size : HEADER_BYTES + (slot + 1) * size])
+    first = HEADER_BYTES + slot * size
+    edit(paths[0], first, old[first : first + size])
     with open_store(paths, queue) as store, pytest.raises(IntegrityFailure, match="step 3: the checksum table"):
         check_all(store)
 
@@ -234,7 +230,7 @@ def test_swapped_chunks_are_found(paths: list[Path], queue: IoQueue) -> None:
 
 
 def test_after_damage_it_falls_back_on_the_step_before(paths: list[Path], queue: IoQueue, pool: BufferPool) -> None:
-    flip(paths[0], 5000)
+    flip(paths[0], HEADER_BYTES + 5000)
     notices: list[str] = []
     checked: list[int] = []
     with open_store(paths, queue) as store:
@@ -260,7 +256,7 @@ def test_falling_back_unpins_what_came_later(tmp_path: Path, queue: IoQueue, poo
         run_step(store)
         store.pin()
         slot_bytes, slot = store.slot_bytes, store.current().slot
-    flip(tmp_path, slot * slot_bytes)
+    flip(tmp_path, HEADER_BYTES + slot * slot_bytes)
     with open_store([tmp_path], queue) as store:
         store.ensure_whole(pool, progress=lambda num_bytes: None, notice=lambda text: None)
         assert store.progress.step == 1
@@ -270,15 +266,15 @@ def test_falling_back_unpins_what_came_later(tmp_path: Path, queue: IoQueue, poo
 def test_two_damaged_generations_are_an_error(paths: list[Path], queue: IoQueue, pool: BufferPool) -> None:
     with open_store(paths, queue) as store:
         slot_bytes = store.slot_bytes
-    flip(paths[0], 5000)
-    flip(paths[0], slot_bytes + 5000)
+    flip(paths[0], HEADER_BYTES + 5000)
+    flip(paths[0], HEADER_BYTES + slot_bytes + 5000)
     with open_store(paths, queue) as store, pytest.raises(IntegrityFailure, match=r"block 0, hi16.*step 2 wrote"):
         store.ensure_whole(pool, progress=lambda num_bytes: None, notice=pytest.fail)
 
 
 def test_a_damaged_import_is_an_error(tmp_path: Path, queue: IoQueue, pool: BufferPool) -> None:
     import_all(create_store([tmp_path], queue)).close()
-    flip(tmp_path, 0)
+    flip(tmp_path, HEADER_BYTES + 0)
     with open_store([tmp_path], queue) as store, pytest.raises(IntegrityFailure, match="step 0 wrote"):
         store.ensure_whole(pool, progress=lambda num_bytes: None, notice=pytest.fail)
 
@@ -305,7 +301,7 @@ def test_pinned_generations_are_checked_too(tmp_path: Path, queue: IoQueue, pool
         pinned = store.pinned(1)
         assert pinned.progress.step == 1
         pinned.check_all(pool, progress=lambda num_bytes: None)
-    flip(tmp_path, slot * slot_bytes + 9000)
+    flip(tmp_path, HEADER_BYTES + slot * slot_bytes + 9000)
     with open_store([tmp_path], queue) as store:
         check_all(store)
         with pytest.raises(IntegrityFailure, match="step 1 wrote"):

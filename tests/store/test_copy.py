@@ -12,7 +12,6 @@ from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.queue import IoQueue
 from ratel_cli.sizes import DtypeName
 from ratel_cli.store.copy import COPY_BYTES, copy_generation
-from ratel_cli.store.lock import DATA_FILE_NAME
 from ratel_cli.store.store import Store
 from tests.fakes import Fault, FaultyQueue
 from tests.store.stores import (
@@ -20,6 +19,7 @@ from tests.store.stores import (
     check_generation,
     contents,
     create_store,
+    flip_in,
     import_all,
     open_store,
     run_step,
@@ -34,15 +34,6 @@ def copy(source: Store, target: Store, pool: BufferPool) -> list[int]:
     parts: list[int] = []
     copy_generation(source.current(), target.shadow(), pool, progress=parts.append)
     return parts
-
-
-def flip_a_bit(directory: Path, content: bytes) -> None:
-    """Flip a bit of the first place in the data file that has this content."""
-    path = directory / DATA_FILE_NAME
-    data = bytearray(path.read_bytes())
-    place = data.index(content)
-    data[place] ^= 1
-    path.write_bytes(data)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
@@ -83,7 +74,7 @@ def test_large_fields_are_copied_in_parts_with_constant_memory(queue: IoQueue, t
 
 def test_damaged_bytes_are_not_copied(queue: IoQueue, pool: BufferPool, tmp_path: Path) -> None:
     import_all(create_store([tmp_path / "a"], queue)).close()
-    flip_a_bit(tmp_path / "a", contents(0, 3, "m32", 4 * BLOCK_ELEMENTS[3])[:4096])
+    flip_in(tmp_path / "a", contents(0, 3, "m32", 4 * BLOCK_ELEMENTS[3])[:4096])
     with (
         open_store([tmp_path / "a"], queue) as source,
         create_store([tmp_path / "b"], queue) as target,

@@ -20,6 +20,7 @@ from tests.store.stores import (
     check_generation,
     contents,
     create_store,
+    flip,
     import_all,
     open_store,
     progress_of,
@@ -80,9 +81,7 @@ def test_damage_leaves_no_generation_to_fall_back_on(
 ) -> None:
     with import_all(create_store([tmp_path], queue, blocks=MIXED)) as store:
         run_step(store)
-    content = bytearray((tmp_path / DATA_FILE_NAME).read_bytes())
-    content[HEADER_BYTES + offset] ^= 1
-    (tmp_path / DATA_FILE_NAME).write_bytes(content)
+    flip(tmp_path, HEADER_BYTES + offset)
     with open_store([tmp_path], queue) as store, pytest.raises(IntegrityFailure, match=message):
         store.ensure_whole(pool, progress=lambda num_bytes: None, notice=pytest.fail)
 

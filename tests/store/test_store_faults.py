@@ -25,6 +25,8 @@ from tests.store.stores import (
     IDENTITY,
     check_generation,
     create_store,
+    edit,
+    flip,
     import_all,
     open_store,
     progress_of,
@@ -45,20 +47,6 @@ def paths(tmp_path: Path, plain_queue: IoQueue) -> list[Path]:
 
 def are_done(*tickets: Ticket) -> tuple[bool, ...]:
     return tuple(ticket.done for ticket in tickets)
-
-
-def flip(path: Path, offset: int) -> None:
-    """Flip a bit of the data file."""
-    with (path / DATA_FILE_NAME).open("rb") as file:
-        file.seek(offset)
-        [byte] = file.read(1)
-    edit(path, offset, bytes([byte ^ 1]))
-
-
-def edit(path: Path, offset: int, content: bytes) -> None:
-    with (path / DATA_FILE_NAME).open("r+b") as file:
-        file.seek(offset)
-        file.write(content)
 
 
 @pytest.mark.parametrize(

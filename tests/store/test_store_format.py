@@ -40,6 +40,7 @@ from tests.store.stores import (
     blocks_of,
     contents,
     create_store,
+    flip,
     import_all,
     open_store,
     progress_of,
@@ -285,29 +286,22 @@ def test_a_snapshot_has_its_own_numbers(tmp_path: Path, queue: IoQueue, pool: Bu
         assert (second.table(second.current)[0], second.current.progress["step"]) == (4, 5)
 
 
-def edit(path: Path, offset: int) -> None:
-    """Flip a bit of the data file."""
-    content = bytearray((path / "ratel.store").read_bytes())
-    content[offset] ^= 1
-    (path / "ratel.store").write_bytes(content)
-
-
 @EVERY_SHAPE
 def test_damage_is_found_where_the_document_says(tmp_path: Path, queue: IoQueue, weights: tuple[int, ...]) -> None:
     paths = directories(tmp_path, weights)
     make_store(paths, queue, weights, blocks_of(BLOCK_ELEMENTS))
     page = 8 % 2 * 4096
-    edit(paths[0], page + 200)
+    flip(paths[0], page + 200)
     torn = StoreReader(paths)
     assert torn.is_damaged and torn.manifest["generation"] == 7
     check_contents(torn, torn.current, 4)
-    edit(paths[0], page + 200)
-    edit(paths[0], 12288)  # the first byte of slot 0
+    flip(paths[0], page + 200)
+    flip(paths[0], 12288)  # the first byte of slot 0
     reader = StoreReader(paths)
     damaged = [entry for entry in (reader.current, *reader.pins, reader.before) if entry and entry.slot == 0]
     with pytest.raises(FormatError, match="block 0, hi16, element 0"):
         reader.read(damaged[0])
-    edit(paths[-1], 8192 + 30)
+    flip(paths[-1], 8192 + 30)
     with pytest.raises(FormatError, match="not identified"):
         StoreReader(paths)
 
