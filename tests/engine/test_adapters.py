@@ -113,8 +113,7 @@ def test_wherever_bytes_rest(tmp_path: Path, placement: str, architecture: str) 
     check_training(machine, tmp_path, tiny_config(architecture), recipe, adapter=settings, **PLACEMENTS[placement])
 
 
-@pytest.mark.parametrize("architecture", ["mixtral", "qwen3_moe", "gpt_oss"])
-@pytest.mark.parametrize("dropout", [0.0, 0.2])
+@pytest.mark.parametrize(("architecture", "dropout"), rotating(["mixtral", "qwen3_moe", "gpt_oss"], [0.0, 0.2]))
 def test_mixtures_of_experts(tmp_path: Path, architecture: str, dropout: float) -> None:
     """All modules but the experts may have adapters."""
     attention = AdapterSettings(
@@ -189,11 +188,13 @@ def test_adapters_outside_the_layers(tmp_path: Path, num_micro_batches: int) -> 
     check_training(machine, tmp_path, config, recipe, num_micro_batches=num_micro_batches, adapter=settings)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gpt_neox"])
 @pytest.mark.parametrize(
-    "saved",
-    [("lm_head",), ("embed_tokens", "lm_head"), ("model.norm", "layers.1.mlp")],
-    ids="+".join,
+    ("architecture", "saved"),
+    rotating(
+        ["llama", "qwen3", "gpt_neox"],
+        [("lm_head",), ("embed_tokens", "lm_head"), ("model.norm", "layers.1.mlp")],
+        full_rotation=True,
+    ),
 )
 def test_modules_that_are_trained_whole(tmp_path: Path, architecture: str, saved: tuple[str, ...]) -> None:
     if architecture == "gpt_neox":
@@ -235,8 +236,9 @@ def test_one_layer(tmp_path: Path, dtype: DtypeName) -> None:
     check_training(machine, tmp_path, tiny_config("llama"), recipe, adapter=IN_LAYERS)
 
 
-@pytest.mark.parametrize("placement", list(AHEAD_AND_RESIDENT))
-@pytest.mark.parametrize("settings", [ADAPTERS["all linear"], IN_LAYERS])
+@pytest.mark.parametrize(
+    ("placement", "settings"), rotating(list(AHEAD_AND_RESIDENT), [ADAPTERS["all linear"], IN_LAYERS])
+)
 def test_traffic_is_the_prediction_to_the_byte(tmp_path: Path, placement: str, settings: AdapterSettings) -> None:
     """The base is read as often as the plan says, and nothing of it is written."""
     config, chosen = tiny_config("llama"), AHEAD_AND_RESIDENT[placement]

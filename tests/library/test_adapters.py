@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import ratel_cli as ratel
-from tests.e2e.runs import measured_briefly
 from tests.engine.architectures import tiny_config
 from tests.engine.machine import attention_of, initial_weights
 from tests.library.adapters import IN_PEFT, KEYS
@@ -23,11 +22,7 @@ from tests.quantised import Form, dequantised_weights
 from tests.reference import Recipe, Trained, train_in_memory
 from tests.tiers import rotating, thinned
 
-
-@pytest.fixture(autouse=True)
-def _measured_briefly() -> Iterator[None]:
-    with measured_briefly():
-        yield
+pytestmark = pytest.mark.usefixtures("_measured_briefly")
 
 
 def trained(

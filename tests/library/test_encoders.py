@@ -3,7 +3,7 @@ PyTorch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +13,6 @@ import torch
 
 import ratel_cli as ratel
 from ratel_cli.sizes import DtypeName, Task
-from tests.e2e.runs import measured_briefly
 from tests.library.encoders import (
     AUTO_CLASSES,
     CAUSAL,
@@ -33,15 +32,11 @@ from tests.library.encoders import (
 from tests.reference import Recipe
 from tests.tiers import pairwise, rotating, thinned
 
+pytestmark = pytest.mark.usefixtures("_measured_briefly")
+
 DTYPES: dict[DtypeName, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 RATES = (1e-3, 5e-4, 2e-3, 1e-3, 1e-3)
 """At which every parameter changes in bf16."""
-
-
-@pytest.fixture(autouse=True)
-def _measured_briefly() -> Iterator[None]:
-    with measured_briefly():
-        yield
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,22 +16,18 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel, Trainer
 
 import ratel_cli as ratel
-from tests.e2e.runs import measured_briefly
 from tests.library.nets import NETS, NUM_PIXELS
+from tests.library.test_own_loop import train
 from tests.planning.test_diffusion import TABLE_VI
 from tests.reference import Recipe, Trained, seed_of_draws, train_module
 from tests.tiers import pairwise, thinned
+
+pytestmark = pytest.mark.usefixtures("_measured_briefly")
 
 Tensors = dict[str, torch.Tensor]
 Loss = Callable[[object, Mapping[str, torch.Tensor]], torch.Tensor]
 RATES = (4e-3, 2e-3, 8e-3, 4e-3, 4e-3)
 """At which every parameter changes in bf16."""
-
-
-@pytest.fixture(autouse=True)
-def _measured_briefly() -> Iterator[None]:
-    with measured_briefly():
-        yield
 
 
 class Normed(nn.Module):
@@ -287,10 +283,7 @@ def test_a_module_that_is_built_on_the_drives(tmp_path: Path) -> None:
         module = built(kind, torch.float32)
         model = ratel.open(module, sample=sample_of(steps[0][0]), device="cpu")
     with model:
-        losses = []
-        for step, rate in zip(steps, RATES, strict=False):
-            losses.append(model.forward_backward(step, loss=kind.loss))
-            model.step(learning_rate=rate)
+        losses = train(model, steps, RATES, loss=kind.loss)
         assert "RAM" in ratel.explain(model)
     assert losses == list(plain(kind, steps, Recipe(learning_rates=RATES[:2], weight_decay=0.0)).losses)
 
@@ -302,10 +295,7 @@ def test_batches_may_have_more_and_fewer_samples(tmp_path: Path) -> None:
         [{name: each[:rows] for name, each in whole.items()} for rows in of_step] for of_step in ([1], [3, 2], [2])
     ]
     with opened(built(kind, torch.float32), kind, steps, tmp_path) as model:
-        losses = []
-        for step, rate in zip(steps, RATES, strict=False):
-            losses.append(model.forward_backward(step, loss=kind.loss))
-            model.step(learning_rate=rate)
+        losses = train(model, steps, RATES, loss=kind.loss)
     assert losses == list(plain(kind, steps, Recipe(learning_rates=RATES[:3], weight_decay=0.0)).losses)
 
 
@@ -493,25 +483,25 @@ def test_an_open_module_is_the_models_alone(tmp_path: Path) -> None:
         module(batch["pixels"])
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"pixels": None}, "'pixels' is missing"),
-        ({"pixels": torch.zeros(3, 3, 4, 4)}, "give all samples one shape|but the sample's is"),
-        ({"pixels": torch.zeros(3, 3, 8, 8).double()}, "torch.float64"),
-        ({"target": torch.zeros(2)}, r"'target' is \[2\], but a batch must have"),
-        ({"target": 1}, r"a mapping of tensors \[samples, \.\.\]; 'target' is not a dense tensor"),
-        ({"pixels": torch.zeros(3, 3, 8, 8).to_sparse()}, "'pixels' is not a dense tensor"),
-        ({"pixels": torch.zeros(3, 3, 8, 8, device="meta")}, "'pixels' is not a dense tensor"),
-    ],
-)
-def test_a_batch_that_cannot_be_used_is_rejected(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+UNUSABLE: list[tuple[dict[str, Any], str]] = [
+    ({"pixels": None}, "'pixels' is missing"),
+    ({"pixels": torch.zeros(3, 3, 4, 4)}, "give all samples one shape|but the sample's is"),
+    ({"pixels": torch.zeros(3, 3, 8, 8).double()}, "torch.float64"),
+    ({"target": torch.zeros(2)}, r"'target' is \[2\], but a batch must have"),
+    ({"target": 1}, r"a mapping of tensors \[samples, \.\.\]; 'target' is not a dense tensor"),
+    ({"pixels": torch.zeros(3, 3, 8, 8).to_sparse()}, "'pixels' is not a dense tensor"),
+    ({"pixels": torch.zeros(3, 3, 8, 8, device="meta")}, "'pixels' is not a dense tensor"),
+]
+
+
+def test_a_batch_that_cannot_be_used_is_rejected(tmp_path: Path) -> None:
     kind = KINDS["residual"]
     [[batch]] = steps = steps_of(kind, torch.float32, 1, 1)
-    wrong = {name: each for name, each in {**batch, **change}.items() if each is not None}
     with opened(built(kind, torch.float32), kind, steps, tmp_path) as model:
-        with pytest.raises(ratel.RatelError, match=message):
-            model.forward_backward(wrong, loss=kind.loss)
+        for change, message in UNUSABLE:
+            wrong = {name: each for name, each in {**batch, **change}.items() if each is not None}
+            with pytest.raises(ratel.RatelError, match=message):
+                model.forward_backward(wrong, loss=kind.loss)
         with pytest.raises(ratel.RatelError, match="a module needs a loss"):
             model.forward_backward(batch)
         with pytest.raises(ratel.RatelError, match="the sum over the samples of the batch"):

@@ -30,7 +30,7 @@ from tests.library.test_offloading import (
     one_after_another,
     one_forward_one_backward,
 )
-from tests.tiers import pairwise
+from tests.tiers import pairwise, thinned
 
 WIDTH, NUM_BLOCKS = 32, 5
 ORDERS: dict[Order, list[PassUnit]] = {
@@ -45,12 +45,16 @@ ORDERS: dict[Order, list[PassUnit]] = {
 
 @pytest.mark.parametrize(
     ("name", "order", "amount", "host_memory", "is_scheduled"),
-    pairwise(
-        ["sequential", "two streams", "gpt2", "bert", "t5", "dit"],
-        list(ORDERS),
-        ["all", "auto"],
-        [0, 1, 8 * PAGE_BYTES + 1, "1GiB"],
-        [False, True],
+    thinned(
+        pairwise(
+            ["sequential", "two streams", "gpt2", "bert", "t5", "dit"],
+            list(ORDERS),
+            ["all", "auto"],
+            [0, 1, 8 * PAGE_BYTES + 1, "1GiB"],
+            [False, True],
+        ),
+        every=2,
+        full_every=2,
     ),
 )
 def test_gradients_have_the_bits_of_memory(

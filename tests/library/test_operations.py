@@ -8,9 +8,10 @@ table acts at one moment of it, or is a loop of its own.
 from __future__ import annotations
 
 import copy
+import operator
 import pickle
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -70,13 +71,17 @@ class Loop:
     """Of Ratel's optimizer, for what plain PyTorch's loop does itself."""
     state: ratel.Hooked | None = None
     loss: torch.Tensor = field(init=False)
-    left: Any = None
-    """What one moment leaves for another."""
+    left: object = None
+    """What the operation returns: it lives as long as the loop."""
 
     @property
     def inside(self) -> nn.Parameter:
         """A parameter of a block."""
         return self.net.layers[1].up.weight  # type: ignore[no-any-return, union-attr]
+
+    @property
+    def group(self) -> dict[str, Any]:
+        return self.optimizer.param_groups[0]
 
     @property
     def outside(self) -> nn.Parameter:
@@ -90,6 +95,12 @@ class Loop:
         self.optimizer = (
             torch.optim.AdamW(trained, **given) if self.is_plain else ratel.AdamW(self.net, **given, **self.options)
         )
+
+    def steps(self) -> Iterator[int]:
+        """Each begins with zero_grad()."""
+        for number in range(NUM_STEPS):
+            self.optimizer.zero_grad()
+            yield number
 
     def computed(self, number: int) -> torch.Tensor:
         """The loss of a batch."""
@@ -135,6 +146,15 @@ def row(
     return add
 
 
+def rows(expected: str, **at: dict[str, Act]) -> None:
+    """Short rows of the table, by moment and name."""
+    ROWS.extend(Row(name, moment, act, expected) for moment, acts in at.items() for name, act in acts.items())  # type: ignore[arg-type]
+
+
+put = setattr
+"""An assignment within an expression."""
+
+
 def usual_loop(loop: Loop, acts: Callable[[Moment], None]) -> None:
     for number in range(NUM_STEPS):
         act = acts if number == ACTS_IN else lambda _: None
@@ -151,7 +171,7 @@ def usual_loop(loop: Loop, acts: Callable[[Moment], None]) -> None:
 def trained(loop: Loop, row: Row) -> None:
     def acts(moment: Moment) -> None:
         if row.at == moment:
-            row.act(loop)
+            loop.left = row.act(loop)
 
     acts("made")
     if row.at == "loop":
@@ -190,61 +210,92 @@ def hooked_loop(row: Row, directory: Path) -> dict[str, Tensors]:
         return dict(loop.state.state())
 
 
-# Hooks.
+def masked(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient * (torch.arange(WIDTH) % 2)
+
+
+def clamped(each: torch.Tensor) -> None:
+    each.grad.clamp_(-1e-3, 1e-3)  # type: ignore[union-attr]
+
+
+def scaled(module: nn.Module, given: object, output: torch.Tensor) -> torch.Tensor:
+    return output * 1.5
 
 
 def keep(_: torch.Tensor) -> None:
     """What a hook for accumulated gradients returns."""
 
 
-@row("before", "same")
-def a_hook_on_a_parameter_inside(loop: Loop) -> None:
-    loop.inside.register_hook(lambda gradient: gradient * (torch.arange(WIDTH) % 2))
+def of_two_rounds(loop: Loop) -> None:
+    for number in loop.steps():
+        for half in range(2):
+            (loop.computed(2 * number + half) / 2).backward()
+        loop.optimizer.step()
 
 
-@row("before", "same")
-def a_hook_on_a_parameter_inside_that_changes_nothing(loop: Loop) -> None:
-    loop.inside.register_hook(lambda _: None)
+def usual_loop_with(loop: Loop, scheduler: lr_scheduler.LRScheduler) -> None:
+    for number in loop.steps():
+        loop.computed(number).backward()
+        loop.optimizer.step()
+        scheduler.step()
 
 
-@row("before", "same")
-def a_hook_on_a_parameter_outside(loop: Loop) -> None:
-    loop.outside.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+# Hooks.
 
-
-@row("before", "same")
-def a_hook_for_all_accumulated_gradients_outside(loop: Loop) -> None:
-    loop.outside.register_post_accumulate_grad_hook(lambda each: keep(each.grad.mul_(0.5)))
-
-
-@row("before", "same")
-def a_hook_for_all_accumulated_gradients_inside(loop: Loop) -> None:
-    loop.inside.register_post_accumulate_grad_hook(lambda each: keep(each.grad.mul_(torch.arange(WIDTH) % 2)))
-
-
-@row("made", "same")
-def a_hook_on_a_parameter_inside_later(loop: Loop) -> None:
-    loop.inside.register_hook(lambda gradient: gradient * (torch.arange(WIDTH) % 2))
-
-
-@row("step", "same")
-def a_hook_on_a_parameter_inside_between_steps(loop: Loop) -> None:
-    loop.inside.register_hook(lambda gradient: gradient * (torch.arange(WIDTH) % 2))
-
-
-@row("made", "same")
-def a_hook_on_a_parameter_outside_later(loop: Loop) -> None:
-    loop.outside.register_hook(lambda gradient: gradient * 2)
-
-
-@row("made", "same")
-def a_hook_for_accumulated_gradients_inside_later(loop: Loop) -> None:
-    loop.inside.register_post_accumulate_grad_hook(lambda each: keep(each.grad.clamp_(-1e-3, 1e-3)))
-
-
-@row("made", "same")
-def a_hook_for_accumulated_gradients_outside_later(loop: Loop) -> None:
-    loop.outside.register_post_accumulate_grad_hook(lambda each: keep(each.grad.clamp_(-1e-3, 1e-3)))
+rows(
+    "same",
+    before={
+        "a hook on a parameter inside": lambda loop: loop.inside.register_hook(masked),
+        "a hook on a parameter inside that changes nothing": lambda loop: loop.inside.register_hook(lambda _: None),
+        "a hook on a parameter outside": lambda loop: loop.outside.register_hook(
+            lambda gradient: gradient.clamp(-1e-3, 1e-3)
+        ),
+        "a hook for all accumulated gradients outside": lambda loop: loop.outside.register_post_accumulate_grad_hook(
+            lambda each: keep(each.grad.mul_(0.5))
+        ),
+        "a hook for all accumulated gradients inside": lambda loop: loop.inside.register_post_accumulate_grad_hook(
+            lambda each: keep(each.grad.mul_(torch.arange(WIDTH) % 2))
+        ),
+        "a hook that is removed before": lambda loop: loop.inside.register_hook(lambda gradient: gradient * 3).remove(),
+        "a forward hook on a block": lambda loop: loop.net.layers[0].register_forward_hook(scaled),
+        "a forward pre hook within a block": lambda loop: loop.net.layers[0].up.register_forward_pre_hook(
+            lambda module, given: (given[0] * 1.5,)
+        ),
+        "a backward hook within a block": lambda loop: loop.net.layers[1].up.register_full_backward_hook(
+            lambda module, inputs, outputs: (inputs[0] * 0.5,)
+        ),
+    },
+    made={
+        "a hook on a parameter inside later": lambda loop: loop.inside.register_hook(masked),
+        "a hook on a parameter outside later": lambda loop: loop.outside.register_hook(lambda gradient: gradient * 2),
+        "a hook for accumulated gradients inside later": lambda loop: loop.inside.register_post_accumulate_grad_hook(
+            clamped
+        ),
+        "a hook for accumulated gradients outside later": lambda loop: loop.outside.register_post_accumulate_grad_hook(
+            clamped
+        ),
+        "a forward hook on a block later": lambda loop: loop.net.layers[0].register_forward_hook(scaled),
+        "a forward hook within a block": lambda loop: loop.net.layers[0].up.register_forward_hook(scaled),
+        "a backward hook on a block": lambda loop: loop.net.layers[1].register_full_backward_hook(
+            lambda module, inputs, outputs: (inputs[0] * 0.5,)
+        ),
+        "a backward pre hook within a block": lambda loop: loop.net.layers[1].up.register_full_backward_pre_hook(
+            lambda module, outputs: (outputs[0] * 0.5,)
+        ),
+        "a hook on the module that is removed": lambda loop: loop.net.layers[1].register_forward_hook(scaled).remove(),
+        "a hook before steps that changes nothing": lambda loop: loop.optimizer.register_step_pre_hook(lambda *_: None),
+    },
+    step={"a hook on a parameter inside between steps": lambda loop: loop.inside.register_hook(masked)},
+    backward={"a hook on the loss": lambda loop: loop.loss.register_hook(lambda gradient: gradient * 0.5)},
+)
+rows(
+    "with its update, not in .grad",
+    made={
+        "a hook before steps that scales gradients": lambda loop: loop.optimizer.register_step_pre_hook(
+            lambda *_: [each.grad.mul_(0.5) for each in loop.net.parameters()]
+        )
+    },
+)
 
 
 @row("loop", "same")
@@ -257,11 +308,6 @@ def hooks_that_are_removed(loop: Loop) -> None:
             handles.pop().remove()
 
     usual_loop(loop, acts)
-
-
-@row("before", "same")
-def a_hook_that_is_removed_before(loop: Loop) -> None:
-    loop.inside.register_hook(lambda gradient: gradient * 3).remove()
 
 
 @row("loop", "hook", accumulation_steps=2)
@@ -278,72 +324,16 @@ def a_hook_for_sums_outside(loop: Loop) -> None:
 
 @row("loop", "same", accumulation_steps=2)
 def a_hook_in_two_rounds(loop: Loop) -> None:
-    loop.inside.register_hook(lambda gradient: gradient * (torch.arange(WIDTH) % 2))
+    loop.inside.register_hook(masked)
     of_two_rounds(loop)
 
 
 @row("loop", "hook")
 def a_hook_on_a_block_of_several_calls(loop: Loop) -> None:
     loop.inside.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
-    for number in range(NUM_STEPS):
-        loop.optimizer.zero_grad()
+    for number in loop.steps():
         (loop.computed(number) + loop.computed(number + 7)).backward()
         loop.optimizer.step()
-
-
-@row("before", "same")
-def a_forward_hook_on_a_block(loop: Loop) -> None:
-    loop.net.layers[0].register_forward_hook(lambda module, given, output: output * 1.5)
-
-
-@row("made", "same")
-def a_forward_hook_on_a_block_later(loop: Loop) -> None:
-    loop.net.layers[0].register_forward_hook(lambda module, given, output: output * 1.5)
-
-
-@row("made", "same")
-def a_forward_hook_within_a_block(loop: Loop) -> None:
-    loop.net.layers[0].up.register_forward_hook(lambda module, given, output: output * 1.5)
-
-
-@row("before", "same")
-def a_forward_pre_hook_within_a_block(loop: Loop) -> None:
-    loop.net.layers[0].up.register_forward_pre_hook(lambda module, given: (given[0] * 1.5,))
-
-
-@row("made", "same")
-def a_backward_hook_on_a_block(loop: Loop) -> None:
-    loop.net.layers[1].register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * 0.5,))
-
-
-@row("before", "same")
-def a_backward_hook_within_a_block(loop: Loop) -> None:
-    loop.net.layers[1].up.register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * 0.5,))
-
-
-@row("made", "same")
-def a_backward_pre_hook_within_a_block(loop: Loop) -> None:
-    loop.net.layers[1].up.register_full_backward_pre_hook(lambda module, outputs: (outputs[0] * 0.5,))
-
-
-@row("made", "same")
-def a_hook_on_the_module_that_is_removed(loop: Loop) -> None:
-    loop.net.layers[1].register_forward_hook(lambda module, given, output: output * 1.5).remove()
-
-
-@row("backward", "same")
-def a_hook_on_the_loss(loop: Loop) -> None:
-    loop.loss.register_hook(lambda gradient: gradient * 0.5)
-
-
-@row("made", "same")
-def a_hook_before_steps_that_changes_nothing(loop: Loop) -> None:
-    loop.optimizer.register_step_pre_hook(lambda *_: None)
-
-
-@row("made", "with its update, not in .grad")
-def a_hook_before_steps_that_scales_gradients(loop: Loop) -> None:
-    loop.optimizer.register_step_pre_hook(lambda *_: [each.grad.mul_(0.5) for each in loop.net.parameters()])
 
 
 @row("made", "same")
@@ -356,36 +346,59 @@ def a_hook_after_steps_that_sets_the_rate(loop: Loop) -> None:
 
 # Gradients between backward and step.
 
-
-@row("step", "gradient")
-def a_gradient_inside_set_to_none(loop: Loop) -> None:
-    loop.inside.grad = None
-
-
-@row("step", "gradient")
-def a_gradient_outside_set_to_none(loop: Loop) -> None:
-    loop.outside.grad = None
-
-
-@row("step", "gradient")
-def a_gradient_deleted(loop: Loop) -> None:
-    del loop.inside.grad
+rows(
+    "gradient",
+    step={
+        "a gradient inside set to none": lambda loop: put(loop.inside, "grad", None),
+        "a gradient outside set to none": lambda loop: put(loop.outside, "grad", None),
+        "a gradient deleted": lambda loop: delattr(loop.inside, "grad"),
+        "a gradient inside set to a tensor": lambda loop: put(loop.inside, "grad", torch.ones(12, WIDTH)),
+        "a gradient outside set to a tensor": lambda loop: put(loop.outside, "grad", torch.ones(5)),
+        "gradients written to by their storage": lambda loop: loop.outside.grad.untyped_storage().fill_(0),
+        "the zero grad of a block before step": lambda loop: loop.net.layers[1].zero_grad(),
+    },
+    forward={
+        "a gradient inside set before": lambda loop: put(loop.inside, "grad", torch.ones(12, WIDTH)),
+        "a gradient outside set before": lambda loop: put(loop.outside, "grad", torch.ones(5)),
+    },
+)
+rows(
+    "with its update, not in .grad",
+    step={
+        "a gradient filled with zeros": lambda loop: loop.inside.grad.zero_(),
+        "a gradient added to": lambda loop: loop.outside.grad.add_(1),
+        "a gradient copied to": lambda loop: loop.outside.grad.copy_(torch.ones(5)),
+        "a gradient written to by data": lambda loop: loop.outside.grad.data.zero_(),
+        "a row of a gradient set": lambda loop: operator.setitem(loop.inside.grad, 0, 0),
+        "gradients written to by numpy": lambda loop: operator.setitem(loop.outside.grad.numpy(), slice(None), 0),
+        "norms clipped": lambda loop: clip_grad_norm_(loop.net.parameters(), 1e-2),
+        "values clipped": lambda loop: clip_grad_value_(loop.net.parameters(), 1e-3),
+        "gradients that are read": lambda loop: [each.grad.clone() for each in loop.net.parameters()],
+    },
+)
+rows(
+    "same",
+    step={"norms below the limit": lambda loop: clip_grad_norm_(loop.net.parameters(), 1e4)},
+    stepped={"the zero grad of a block after step": lambda loop: loop.net.layers[1].zero_grad()},
+)
+rows(
+    "has a gradient already",
+    before={"gradients from before it is hooked": lambda loop: loop.computed(7).backward()},
+)
+rows(
+    "zero_grad() comes between backward and step()",
+    step={
+        "the modules zero grad before step": lambda loop: loop.net.zero_grad(),
+        "the optimizers zero grad before step": lambda loop: loop.optimizer.zero_grad(),
+        "the optimizers zeros before step": lambda loop: loop.optimizer.zero_grad(set_to_none=False),
+    },
+)
 
 
 @row("step", "gradient")
 def all_gradients_set_to_none(loop: Loop) -> None:
     for each in loop.net.parameters():
         each.grad = None
-
-
-@row("step", "gradient")
-def a_gradient_inside_set_to_a_tensor(loop: Loop) -> None:
-    loop.inside.grad = torch.ones(12, WIDTH)
-
-
-@row("step", "gradient")
-def a_gradient_outside_set_to_a_tensor(loop: Loop) -> None:
-    loop.outside.grad = torch.ones(5)
 
 
 @row("step", "with its update, not in .grad")
@@ -395,103 +408,8 @@ def gradients_scaled(loop: Loop) -> None:
 
 
 @row("step", "with its update, not in .grad")
-def a_gradient_filled_with_zeros(loop: Loop) -> None:
-    loop.inside.grad.zero_()
-
-
-@row("step", "with its update, not in .grad")
-def a_gradient_added_to(loop: Loop) -> None:
-    loop.outside.grad.add_(1)
-
-
-@row("step", "with its update, not in .grad")
-def a_gradient_copied_to(loop: Loop) -> None:
-    loop.outside.grad.copy_(torch.ones(5))
-
-
-@row("step", "with its update, not in .grad")
-def a_gradient_written_to_by_data(loop: Loop) -> None:
-    loop.outside.grad.data.zero_()
-
-
-@row("step", "with its update, not in .grad")
 def a_gradient_with_noise(loop: Loop) -> None:
     loop.inside.grad += torch.ones(12, WIDTH)
-
-
-@row("step", "with its update, not in .grad")
-def a_row_of_a_gradient_set(loop: Loop) -> None:
-    loop.inside.grad[0] = 0
-
-
-@row("step", "with its update, not in .grad")
-def gradients_written_to_by_numpy(loop: Loop) -> None:
-    loop.outside.grad.numpy()[:] = 0
-
-
-@row("step", "gradient")
-def gradients_written_to_by_their_storage(loop: Loop) -> None:
-    loop.outside.grad.untyped_storage().fill_(0)
-
-
-@row("step", "with its update, not in .grad")
-def norms_clipped(loop: Loop) -> None:
-    clip_grad_norm_(loop.net.parameters(), 1e-2)
-
-
-@row("step", "same")
-def norms_below_the_limit(loop: Loop) -> None:
-    loop.left = clip_grad_norm_(loop.net.parameters(), 1e4)
-
-
-@row("step", "with its update, not in .grad")
-def values_clipped(loop: Loop) -> None:
-    clip_grad_value_(loop.net.parameters(), 1e-3)
-
-
-@row("step", "with its update, not in .grad")
-def gradients_that_are_read(loop: Loop) -> None:
-    loop.left = [each.grad.clone() for each in loop.net.parameters()]
-
-
-@row("forward", "gradient")
-def a_gradient_inside_set_before(loop: Loop) -> None:
-    loop.inside.grad = torch.ones(12, WIDTH)
-
-
-@row("forward", "gradient")
-def a_gradient_outside_set_before(loop: Loop) -> None:
-    loop.outside.grad = torch.ones(5)
-
-
-@row("before", "has a gradient already")
-def gradients_from_before_it_is_hooked(loop: Loop) -> None:
-    loop.computed(7).backward()
-
-
-@row("step", "zero_grad() comes between backward and step()")
-def the_modules_zero_grad_before_step(loop: Loop) -> None:
-    loop.net.zero_grad()
-
-
-@row("step", "zero_grad() comes between backward and step()")
-def the_optimizers_zero_grad_before_step(loop: Loop) -> None:
-    loop.optimizer.zero_grad()
-
-
-@row("step", "zero_grad() comes between backward and step()")
-def the_optimizers_zeros_before_step(loop: Loop) -> None:
-    loop.optimizer.zero_grad(set_to_none=False)
-
-
-@row("step", "gradient")
-def the_zero_grad_of_a_block_before_step(loop: Loop) -> None:
-    loop.net.layers[1].zero_grad()
-
-
-@row("stepped", "same")
-def the_zero_grad_of_a_block_after_step(loop: Loop) -> None:
-    loop.net.layers[1].zero_grad()
 
 
 @row("loop", "same")
@@ -528,13 +446,50 @@ def gradients_never_zeroed(loop: Loop) -> None:
 
 # Backwards and steps.
 
-
-def of_two_rounds(loop: Loop) -> None:
-    for number in range(NUM_STEPS):
-        loop.optimizer.zero_grad()
-        for half in range(2):
-            (loop.computed(2 * number + half) / 2).backward()
-        loop.optimizer.step()
+rows(
+    "comes between backward and step()",
+    step={"a forward before step": torch.no_grad()(lambda loop: loop.computed(8))},
+)
+rows(
+    "step() was called after 2 backwards",
+    loop={"two backwards before a step": of_two_rounds},
+)
+rows(
+    "no backward came since the step before",
+    stepped={"a step without backward": lambda loop: loop.optimizer.step()},
+)
+rows(
+    "on the drives",
+    backward={
+        "gradients of autograd inside": lambda loop: torch.autograd.grad(
+            loop.loss, [loop.inside], retain_graph=True, allow_unused=True
+        )
+    },
+)
+rows(
+    "same",
+    backward={
+        "gradients of autograd outside": lambda loop: torch.autograd.grad(
+            loop.loss, [loop.net.out.weight], retain_graph=True
+        )
+    },
+    step={
+        "gradients of something else": lambda loop: torch.autograd.grad(
+            loop.net.out(torch.ones(WIDTH)).sum(), [loop.net.out.weight]
+        )
+    },
+    forward={
+        "gradients of the outside before forward": lambda loop: torch.autograd.grad(
+            loop.net.out(torch.ones(WIDTH)).sum(), [loop.net.out.weight]
+        )
+    },
+)
+rows(
+    "some gradients alone are asked for",
+    backward={
+        "a backward for some": lambda loop: loop.loss.backward(inputs=[loop.net.table.weight], retain_graph=True)
+    },
+)
 
 
 @row("end", "comes between backward and step()")
@@ -545,8 +500,7 @@ def no_step_after_the_last_backward(loop: Loop) -> None:
 
 @row("loop", "backward")
 def a_step_left_out(loop: Loop) -> None:
-    for number in range(NUM_STEPS):
-        loop.optimizer.zero_grad()
+    for number in loop.steps():
         loop.computed(number).backward()
         if number != ACTS_IN:
             loop.optimizer.step()
@@ -554,37 +508,19 @@ def a_step_left_out(loop: Loop) -> None:
 
 @row("loop", "backward")
 def the_first_step_left_out(loop: Loop) -> None:
-    for number in range(NUM_STEPS):
-        loop.optimizer.zero_grad()
+    for number in loop.steps():
         loop.computed(number).backward()
         if number:
             loop.optimizer.step()
 
 
-@row("step", "comes between backward and step()")
-def a_forward_before_step(loop: Loop) -> None:
-    with torch.no_grad():
-        loop.left = loop.computed(8)
-
-
 @row("loop", "step() was called after a forward")
 def a_forward_before_the_first_step(loop: Loop) -> None:
-    for number in range(NUM_STEPS):
-        loop.optimizer.zero_grad()
+    for number in loop.steps():
         loop.computed(number).backward()
         with torch.no_grad():
             loop.computed(8)
         loop.optimizer.step()
-
-
-@row("loop", "step() was called after 2 backwards")
-def two_backwards_before_a_step(loop: Loop) -> None:
-    of_two_rounds(loop)
-
-
-@row("loop", "same", accumulation_steps=2)
-def two_rounds(loop: Loop) -> None:
-    of_two_rounds(loop)
 
 
 @row("loop", "same", accumulation_steps=2)
@@ -617,11 +553,6 @@ def a_step_whose_sums_are_left(loop: Loop) -> None:
     loop.computed(9).backward()
 
 
-@row("stepped", "no backward came since the step before")
-def a_step_without_backward(loop: Loop) -> None:
-    loop.optimizer.step()
-
-
 @row("loop", "same")
 def a_closure(loop: Loop) -> None:
     for number in range(NUM_STEPS):
@@ -637,8 +568,7 @@ def a_closure(loop: Loop) -> None:
 
 @row("loop", "same", accumulation_steps=2)
 def a_graph_that_is_retained(loop: Loop) -> None:
-    for number in range(NUM_STEPS):
-        loop.optimizer.zero_grad()
+    for number in loop.steps():
         loss = loop.computed(number)
         loss.backward(retain_graph=True)
         loss.backward()
@@ -647,8 +577,7 @@ def a_graph_that_is_retained(loop: Loop) -> None:
 
 @row("loop", "same")
 def a_graph_of_a_graph(loop: Loop) -> None:
-    for number in range(NUM_STEPS):
-        loop.optimizer.zero_grad()
+    for number in loop.steps():
         with warnings.catch_warnings(action="ignore"):  # torch's, once in a process: a reference cycle
             loop.computed(number).backward(create_graph=True)
         loop.optimizer.step()
@@ -660,32 +589,6 @@ def a_gradient_penalty(loop: Loop) -> None:
     loop.loss = loop.loss + gradient.square().sum()
 
 
-@row("backward", "on the drives")
-def gradients_of_autograd_inside(loop: Loop) -> None:
-    loop.left = torch.autograd.grad(loop.loss, [loop.inside], retain_graph=True, allow_unused=True)
-
-
-@row("backward", "same")
-def gradients_of_autograd_outside(loop: Loop) -> None:
-    """Behind the blocks: no block has a part in it."""
-    loop.left = torch.autograd.grad(loop.loss, [loop.net.out.weight], retain_graph=True)
-
-
-@row("step", "same")
-def gradients_of_something_else(loop: Loop) -> None:
-    loop.left = torch.autograd.grad(loop.net.out(torch.ones(WIDTH)).sum(), [loop.net.out.weight])
-
-
-@row("forward", "same")
-def gradients_of_the_outside_before_forward(loop: Loop) -> None:
-    loop.left = torch.autograd.grad(loop.net.out(torch.ones(WIDTH)).sum(), [loop.net.out.weight])
-
-
-@row("backward", "some gradients alone are asked for")
-def a_backward_for_some(loop: Loop) -> None:
-    loop.loss.backward(inputs=[loop.net.table.weight], retain_graph=True)
-
-
 @row("loop", "same")
 def anomalies_looked_for(loop: Loop) -> None:
     with pytest.warns(UserWarning, match="Anomaly Detection"), torch.autograd.detect_anomaly():
@@ -695,8 +598,7 @@ def anomalies_looked_for(loop: Loop) -> None:
 @row("loop", "same")
 def a_loss_scaler_that_is_off(loop: Loop) -> None:
     scaler = torch.amp.GradScaler("cpu", enabled=False)
-    for number in range(NUM_STEPS):
-        loop.optimizer.zero_grad()
+    for number in loop.steps():
         scaler.scale(loop.computed(number)).backward()
         scaler.step(loop.optimizer)
         scaler.update()
@@ -711,70 +613,96 @@ def a_loss_scaler(loop: Loop) -> None:
 
 @row("loop", "same")
 def a_loss_of_the_outside_alone(loop: Loop) -> None:
-    for number in range(NUM_STEPS):
-        loop.optimizer.zero_grad()
+    for number in loop.steps():
         (loop.computed(number) + loop.net.out.weight.square().sum() + loop.net.table.weight.abs().sum()).backward()
         loop.optimizer.step()
 
 
+@row("loop", "same", accumulation_steps=2)
+def two_rounds(loop: Loop) -> None:
+    of_two_rounds(loop)
+
+
 # Parameters.
 
-
-@row("forward", "was changed")
-def the_data_of_a_parameter_outside(loop: Loop) -> None:
-    loop.outside.data = torch.ones(5)
-
-
-@row("forward", "was changed")
-def the_data_of_a_parameter_outside_set_to_zero(loop: Loop) -> None:
-    loop.outside.data.zero_()
-
-
-@row("backward", "was changed")
-def the_data_of_a_parameter_outside_between_forward_and_backward(loop: Loop) -> None:
-    loop.outside.data.mul_(2)
-
-
-@row("step", "was changed")
-def the_data_of_a_parameter_outside_between_backward_and_step(loop: Loop) -> None:
-    loop.outside.data.mul_(2)
-
-
-@row("end", "was changed")
-def the_data_of_a_parameter_outside_at_the_end(loop: Loop) -> None:
-    loop.outside.data.copy_(torch.ones(5))
-
-
-@row("made", "was changed")
-def the_data_of_a_parameter_outside_at_the_beginning(loop: Loop) -> None:
-    loop.outside.data.copy_(torch.ones(5))
-
-
-@row("forward", "was changed")
-def rows_of_a_table_exchanged(loop: Loop) -> None:
-    loop.net.table.weight.data[[0, 1]] = loop.net.table.weight.data[[1, 0]]
-
-
-@row("forward", "was changed")
-def a_parameter_outside_written_to(loop: Loop) -> None:
-    with torch.no_grad():
-        loop.outside.add_(1)
-
-
-@row("forward", "was changed")
-def a_parameter_outside_written_to_by_numpy(loop: Loop) -> None:
-    loop.outside.detach().numpy()[1] = 3
-
-
-@row("forward", "was changed")
-def a_parameter_outside_written_to_by_its_storage(loop: Loop) -> None:
-    loop.outside.untyped_storage().fill_(0)
-
-
-@row("forward", "was changed")
-def a_parameter_outside_that_is_another_tensor(loop: Loop) -> None:
-    with torch.no_grad():
-        loop.outside.set_(torch.ones(5))
+rows(
+    "was changed",
+    forward={
+        "the data of a parameter outside": lambda loop: put(loop.outside, "data", torch.ones(5)),
+        "the data of a parameter outside set to zero": lambda loop: loop.outside.data.zero_(),
+        "rows of a table exchanged": lambda loop: operator.setitem(
+            loop.net.table.weight.data, [0, 1], loop.net.table.weight.data[[1, 0]]
+        ),
+        "a parameter outside written to": torch.no_grad()(lambda loop: loop.outside.add_(1)),
+        "a parameter outside written to by numpy": lambda loop: operator.setitem(loop.outside.detach().numpy(), 1, 3),
+        "a parameter outside written to by its storage": lambda loop: loop.outside.untyped_storage().fill_(0),
+        "a parameter outside that is another tensor": torch.no_grad()(lambda loop: loop.outside.set_(torch.ones(5))),
+    },
+    backward={"the data of a parameter outside between forward and backward": lambda loop: loop.outside.data.mul_(2)},
+    step={"the data of a parameter outside between backward and step": lambda loop: loop.outside.data.mul_(2)},
+    end={"the data of a parameter outside at the end": lambda loop: loop.outside.data.copy_(torch.ones(5))},
+    made={
+        "the data of a parameter outside at the beginning": lambda loop: loop.outside.data.copy_(torch.ones(5)),
+        "a head that writes to its weights": lambda loop: loop.net.out.register_forward_pre_hook(
+            lambda module, _: keep(module.weight.data.clamp_(-0.1, 0.1))
+        ),
+    },
+)
+rows(
+    "on the drives",
+    forward={
+        "the data of a parameter inside": lambda loop: put(loop.inside, "data", torch.ones(12, WIDTH)),
+        "the data of a parameter inside set to zero": lambda loop: loop.inside.data.zero_(),
+        "a parameter inside written to": torch.no_grad()(lambda loop: loop.inside.mul_(0.5)),
+        "a parameter inside written to by numpy": lambda loop: operator.setitem(loop.inside.detach().numpy(), 0, 3),
+        "a parameter inside written to by its storage": lambda loop: loop.inside.untyped_storage().fill_(1),
+        "a parameter inside that is another tensor": torch.no_grad()(
+            lambda loop: loop.inside.set_(torch.ones(12, WIDTH))
+        ),
+        "a block that is initialised again": lambda loop: loop.net.layers[1].up.reset_parameters(),
+    },
+    step={"parameters as a vector": lambda loop: parameters_to_vector(loop.net.parameters())},
+    stepped={
+        "a moving average of parameters": lambda loop: {
+            name: each.detach().clone() for name, each in loop.net.named_parameters()
+        }
+    },
+)
+rows(
+    "layers.1 has changed its own weights",
+    made={
+        "a block that writes to the data of its weights": lambda loop: loop.net.layers[1].up.register_forward_pre_hook(
+            lambda module, _: keep(module.weight.data.clamp_(-0.1, 0.1))
+        )
+    },
+)
+rows(
+    "weights of a hooked module are on its drives",
+    stepped={"an averaged model": lambda loop: AveragedModel(loop.net)},
+)
+rows(
+    "same",
+    stepped={
+        "a parameter outside that is read": lambda loop: (
+            loop.outside.detach().clone(),
+            loop.net.table.weight.norm(),
+            loop.net.out.state_dict(),
+        ),
+        "what parameters are": lambda loop: [
+            (name, each.shape, each.dtype, each.device, each.numel(), each.requires_grad, each.is_leaf, each.dim())
+            for name, each in loop.net.named_parameters()
+        ],
+    },
+)
+rows(
+    "requires_grad",
+    forward={
+        "a parameter outside frozen": lambda loop: loop.outside.requires_grad_(False),
+        "a parameter inside frozen": lambda loop: put(loop.inside, "requires_grad", False),
+    },
+    backward={"a parameter outside frozen before backward": lambda loop: loop.outside.requires_grad_(False)},
+    step={"a block frozen before step": lambda loop: loop.net.layers[1].requires_grad_(False)},
+)
 
 
 @row("forward", "was changed")
@@ -789,43 +717,6 @@ def the_data_of_a_parameter_before(loop: Loop) -> None:
     loop.inside.data = torch.ones(12, WIDTH)
 
 
-@row("forward", "on the drives")
-def the_data_of_a_parameter_inside(loop: Loop) -> None:
-    loop.inside.data = torch.ones(12, WIDTH)
-
-
-@row("forward", "on the drives")
-def the_data_of_a_parameter_inside_set_to_zero(loop: Loop) -> None:
-    loop.inside.data.zero_()
-
-
-@row("forward", "on the drives")
-def a_parameter_inside_written_to(loop: Loop) -> None:
-    with torch.no_grad():
-        loop.inside.mul_(0.5)
-
-
-@row("forward", "on the drives")
-def a_parameter_inside_written_to_by_numpy(loop: Loop) -> None:
-    loop.inside.detach().numpy()[0] = 3
-
-
-@row("forward", "on the drives")
-def a_parameter_inside_written_to_by_its_storage(loop: Loop) -> None:
-    loop.inside.untyped_storage().fill_(1)
-
-
-@row("forward", "on the drives")
-def a_parameter_inside_that_is_another_tensor(loop: Loop) -> None:
-    with torch.no_grad():
-        loop.inside.set_(torch.ones(12, WIDTH))
-
-
-@row("forward", "on the drives")
-def a_block_that_is_initialised_again(loop: Loop) -> None:
-    loop.net.layers[1].up.reset_parameters()
-
-
 @row("made", "layers.1 has changed its own weights")
 def a_block_that_writes_to_its_weights(loop: Loop) -> None:
     def clamp(module: nn.Module, _: object) -> None:
@@ -833,64 +724,6 @@ def a_block_that_writes_to_its_weights(loop: Loop) -> None:
             module.weight.clamp_(-0.1, 0.1)
 
     loop.net.layers[1].up.register_forward_pre_hook(clamp)
-
-
-@row("made", "layers.1 has changed its own weights")
-def a_block_that_writes_to_the_data_of_its_weights(loop: Loop) -> None:
-    loop.net.layers[1].up.register_forward_pre_hook(lambda module, _: keep(module.weight.data.clamp_(-0.1, 0.1)))
-
-
-@row("made", "was changed")
-def a_head_that_writes_to_its_weights(loop: Loop) -> None:
-    loop.net.out.register_forward_pre_hook(lambda module, _: keep(module.weight.data.clamp_(-0.1, 0.1)))
-
-
-@row("step", "on the drives")
-def parameters_as_a_vector(loop: Loop) -> None:
-    loop.left = parameters_to_vector(loop.net.parameters())
-
-
-@row("stepped", "on the drives")
-def a_moving_average_of_parameters(loop: Loop) -> None:
-    loop.left = {name: each.detach().clone() for name, each in loop.net.named_parameters()}
-
-
-@row("stepped", "weights of a hooked module are on its drives")
-def an_averaged_model(loop: Loop) -> None:
-    loop.left = AveragedModel(loop.net)
-
-
-@row("stepped", "same")
-def a_parameter_outside_that_is_read(loop: Loop) -> None:
-    loop.left = loop.outside.detach().clone(), loop.net.table.weight.norm(), loop.net.out.state_dict()
-
-
-@row("stepped", "same")
-def what_parameters_are(loop: Loop) -> None:
-    loop.left = [
-        (name, each.shape, each.dtype, each.device, each.numel(), each.requires_grad, each.is_leaf, each.dim())
-        for name, each in loop.net.named_parameters()
-    ]
-
-
-@row("forward", "requires_grad")
-def a_parameter_outside_frozen(loop: Loop) -> None:
-    loop.outside.requires_grad_(False)
-
-
-@row("forward", "requires_grad")
-def a_parameter_inside_frozen(loop: Loop) -> None:
-    loop.inside.requires_grad = False
-
-
-@row("backward", "requires_grad")
-def a_parameter_outside_frozen_before_backward(loop: Loop) -> None:
-    loop.outside.requires_grad_(False)
-
-
-@row("step", "requires_grad")
-def a_block_frozen_before_step(loop: Loop) -> None:
-    loop.net.layers[1].requires_grad_(False)
 
 
 @row("before", "same")
@@ -908,101 +741,99 @@ def a_parameter_frozen_and_trained_again(loop: Loop) -> None:
 
 # The optimizer.
 
-
-def usual_loop_with(loop: Loop, scheduler: lr_scheduler.LRScheduler) -> None:
-    for number in range(NUM_STEPS):
-        loop.optimizer.zero_grad()
-        loop.computed(number).backward()
-        loop.optimizer.step()
-        scheduler.step()
-
-
-@row("forward", "same")
-def the_rate_set(loop: Loop) -> None:
-    loop.optimizer.param_groups[0]["lr"] = 1e-3
-
-
-@row("forward", "same")
-def a_rate_of_zero(loop: Loop) -> None:
-    loop.optimizer.param_groups[0]["lr"] = 0
-
-
-@row("backward", "same")
-def the_rate_set_between_forward_and_backward(loop: Loop) -> None:
-    loop.optimizer.param_groups[0]["lr"] = 1e-3
-
-
-@row("step", "lr was changed to 0.001 after backward")
-def the_rate_set_between_backward_and_step(loop: Loop) -> None:
-    loop.optimizer.param_groups[0]["lr"] = 1e-3
-
-
-@row("forward", "weight_decay must be Python's numbers")
-def a_rate_that_is_a_tensor(loop: Loop) -> None:
-    loop.optimizer.param_groups[0]["lr"] = torch.tensor(1e-2)
-
-
-@row("loop", "weight_decay must be Python's numbers", settings={"lr": torch.tensor(1e-2)})
-def a_tensor_as_rate_from_the_beginning(loop: Loop) -> None:
-    usual_loop(loop, lambda _: None)
-
-
-@row("forward", "weight_decay must be Python's numbers")
-def a_rate_of_numpy_in_single_precision(loop: Loop) -> None:
-    loop.optimizer.param_groups[0]["lr"] = torch.ones(1).numpy()[0]
-
-
-@row("forward", "betas, eps, weight_decay or the parameters of an optimizer were changed")
-def the_decay_set(loop: Loop) -> None:
-    loop.optimizer.param_groups[0]["weight_decay"] = 0.5
-
-
-@row("forward", "betas, eps, weight_decay or the parameters of an optimizer were changed")
-def the_betas_set(loop: Loop) -> None:
-    loop.optimizer.param_groups[0]["betas"] = (0.5, 0.9)
-
-
-@row("step", "betas, eps, weight_decay or the parameters of an optimizer were changed")
-def the_betas_set_before_step(loop: Loop) -> None:
-    loop.optimizer.param_groups[0]["betas"] = (0.5, 0.9)
+rows(
+    "same",
+    forward={
+        "the rate set": lambda loop: loop.group.update(lr=1e-3),
+        "a rate of zero": lambda loop: loop.group.update(lr=0),
+    },
+    backward={"the rate set between forward and backward": lambda loop: loop.group.update(lr=1e-3)},
+    loop={
+        "a scheduler of torch": lambda loop: usual_loop_with(
+            loop, lr_scheduler.CosineAnnealingLR(loop.optimizer, NUM_STEPS)
+        ),
+        "a scheduler of a function": lambda loop: usual_loop_with(
+            loop, lr_scheduler.LambdaLR(loop.optimizer, lambda step: 1 / (step + 1))
+        ),
+        "a cycle of the rate alone": lambda loop: usual_loop_with(
+            loop, lr_scheduler.OneCycleLR(loop.optimizer, 0.1, total_steps=9, cycle_momentum=False)
+        ),
+    },
+    made={
+        "the state of an optimizer that is new": lambda loop: loop.optimizer.load_state_dict(
+            loop.optimizer.state_dict()
+        )
+    },
+)
+rows(
+    "lr was changed to 0.001 after backward",
+    step={"the rate set between backward and step": lambda loop: loop.group.update(lr=1e-3)},
+)
+rows(
+    "weight_decay must be Python's numbers",
+    forward={
+        "a rate that is a tensor": lambda loop: loop.group.update(lr=torch.tensor(1e-2)),
+        "a rate of numpy in single precision": lambda loop: loop.group.update(lr=torch.ones(1).numpy()[0]),
+    },
+)
+rows(
+    "betas, eps, weight_decay or the parameters of an optimizer were changed",
+    forward={
+        "the decay set": lambda loop: loop.group.update(weight_decay=0.5),
+        "the betas set": lambda loop: loop.group.update(betas=(0.5, 0.9)),
+        "a parameter left out of its group": lambda loop: loop.group["params"].pop(),
+    },
+    step={"the betas set before step": lambda loop: loop.group.update(betas=(0.5, 0.9))},
+    loop={
+        "a scheduler of momentum": lambda loop: usual_loop_with(
+            loop, lr_scheduler.OneCycleLR(loop.optimizer, 0.1, total_steps=9)
+        )
+    },
+)
+rows(
+    "maximize is not there",
+    forward={"another direction": lambda loop: loop.group.update(maximize=True)},
+)
+rows(
+    "decay",
+    forward={"decay as of adam": lambda loop: loop.group.update(decoupled_weight_decay=False)},
+)
+rows(
+    "parameters of an optimizer were changed",
+    forward={
+        "a group that is added": lambda loop: loop.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    },
+)
+rows(
+    "moments",
+    stepped={
+        "the state of the optimizer cleared": lambda loop: loop.optimizer.state.clear(),
+        "the state of a parameter read": lambda loop: loop.optimizer.state[loop.inside],
+        "the state of a parameter written": lambda loop: operator.setitem(loop.optimizer.state, loop.inside, {}),
+        "the state of the optimizer as a dictionary": lambda loop: loop.optimizer.state_dict(),
+        "an optimizer that is copied": lambda loop: copy.deepcopy(loop.optimizer),
+        "an optimizer that is pickled": lambda loop: pickle.dumps(loop.optimizer),
+    },
+    made={
+        "the state of a parameter written at the beginning": lambda loop: operator.setitem(
+            loop.optimizer.state,
+            loop.inside,
+            {"step": torch.tensor(3.0), "exp_avg": torch.ones(12, WIDTH), "exp_avg_sq": torch.ones(12, WIDTH)},
+        )
+    },
+)
+rows(
+    "with its update, not in .grad",
+    step={"an optimizer of torch beside it": lambda loop: torch.optim.SGD(loop.net.parameters(), lr=0.1).step()},
+)
 
 
 @row("end", "betas, eps, weight_decay or the parameters of an optimizer were changed")
 def the_epsilon_set_before_a_step(loop: Loop) -> None:
     loop.optimizer.zero_grad()
-    loop.optimizer.param_groups[0]["eps"] = 0.5
+    loop.group["eps"] = 0.5
     loop.computed(8).backward()
     loop.optimizer.step()
-
-
-@row("forward", "maximize is not there")
-def another_direction(loop: Loop) -> None:
-    loop.optimizer.param_groups[0]["maximize"] = True
-
-
-@row("forward", "decay")
-def decay_as_of_adam(loop: Loop) -> None:
-    loop.optimizer.param_groups[0]["decoupled_weight_decay"] = False
-
-
-@row("forward", "betas, eps, weight_decay or the parameters of an optimizer were changed")
-def a_parameter_left_out_of_its_group(loop: Loop) -> None:
-    loop.optimizer.param_groups[0]["params"].pop()
-
-
-@row("forward", "parameters of an optimizer were changed")
-def a_group_that_is_added(loop: Loop) -> None:
-    loop.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
-
-
-@row("loop", "same")
-def a_scheduler_of_torch(loop: Loop) -> None:
-    usual_loop_with(loop, lr_scheduler.CosineAnnealingLR(loop.optimizer, NUM_STEPS))
-
-
-@row("loop", "same")
-def a_scheduler_of_a_function(loop: Loop) -> None:
-    usual_loop_with(loop, lr_scheduler.LambdaLR(loop.optimizer, lambda step: 1 / (step + 1)))
 
 
 @row("loop", "same")
@@ -1014,54 +845,20 @@ def schedulers_one_after_another(loop: Loop) -> None:
 @row("loop", "same")
 def a_scheduler_that_looks_at_the_loss(loop: Loop) -> None:
     scheduler = lr_scheduler.ReduceLROnPlateau(loop.optimizer, patience=0, factor=0.5)
-    for number in range(NUM_STEPS):
-        loop.optimizer.zero_grad()
+    for number in loop.steps():
         loop.computed(number).backward()
         loop.optimizer.step()
         scheduler.step(1.0)
 
 
-@row("loop", "betas, eps, weight_decay or the parameters of an optimizer were changed")
-def a_scheduler_of_momentum(loop: Loop) -> None:
-    usual_loop_with(loop, lr_scheduler.OneCycleLR(loop.optimizer, 0.1, total_steps=9))
-
-
-@row("loop", "same")
-def a_cycle_of_the_rate_alone(loop: Loop) -> None:
-    usual_loop_with(loop, lr_scheduler.OneCycleLR(loop.optimizer, 0.1, total_steps=9, cycle_momentum=False))
-
-
 @row("loop", "lr was changed")
 def a_scheduler_before_step(loop: Loop) -> None:
     scheduler = lr_scheduler.ExponentialLR(loop.optimizer, 0.9)
-    for number in range(NUM_STEPS):
-        loop.optimizer.zero_grad()
+    for number in loop.steps():
         loop.computed(number).backward()
         if number:
             scheduler.step()
         loop.optimizer.step()
-
-
-@row("stepped", "moments")
-def the_state_of_the_optimizer_cleared(loop: Loop) -> None:
-    loop.optimizer.state.clear()
-
-
-@row("stepped", "moments")
-def the_state_of_a_parameter_read(loop: Loop) -> None:
-    loop.left = loop.optimizer.state[loop.inside]
-
-
-@row("stepped", "moments")
-def the_state_of_a_parameter_written(loop: Loop) -> None:
-    loop.optimizer.state[loop.inside] = {}
-
-
-@row("made", "moments")
-def the_state_of_a_parameter_written_at_the_beginning(loop: Loop) -> None:
-    loop.optimizer.state[loop.inside] = {
-        "step": torch.tensor(3.0), "exp_avg": torch.ones(12, WIDTH), "exp_avg_sq": torch.ones(12, WIDTH)
-    }  # fmt: skip
 
 
 @row("stepped", "moments")
@@ -1072,20 +869,9 @@ def the_optimizers_state_set_anew(loop: Loop) -> None:
 
 
 @row("stepped", "moments")
-def the_state_of_the_optimizer_as_a_dictionary(loop: Loop) -> None:
-    loop.left = loop.optimizer.state_dict()
-
-
-@row("stepped", "moments")
 def a_state_of_the_optimizer_loaded(loop: Loop) -> None:
     other = torch.optim.AdamW(made_net().parameters(), **SETTINGS)
     loop.optimizer.load_state_dict(other.state_dict())
-
-
-@row("made", "same")
-def the_state_of_an_optimizer_that_is_new(loop: Loop) -> None:
-    """As accelerate does."""
-    loop.optimizer.load_state_dict(loop.optimizer.state_dict())
 
 
 @row("made", "moments")
@@ -1096,22 +882,77 @@ def moments_loaded_at_the_beginning(loop: Loop) -> None:
     loop.optimizer.load_state_dict(other.optimizer.state_dict())
 
 
-@row("stepped", "moments")
-def an_optimizer_that_is_copied(loop: Loop) -> None:
-    loop.left = copy.deepcopy(loop.optimizer)
-
-
-@row("stepped", "moments")
-def an_optimizer_that_is_pickled(loop: Loop) -> None:
-    loop.left = pickle.dumps(loop.optimizer)
-
-
-@row("step", "with its update, not in .grad")
-def an_optimizer_of_torch_beside_it(loop: Loop) -> None:
-    torch.optim.SGD(loop.net.parameters(), lr=0.1).step()
+@row("loop", "weight_decay must be Python's numbers", settings={"lr": torch.tensor(1e-2)})
+def a_tensor_as_rate_from_the_beginning(loop: Loop) -> None:
+    usual_loop(loop, lambda _: None)
 
 
 # Modules.
+
+rows(
+    "same",
+    forward={"the same dtype by name": lambda loop: loop.net.float().cpu()},
+    stepped={"a buffer that is set": lambda loop: loop.net.register_buffer("seen", torch.ones(2), persistent=False)},
+)
+rows(
+    "stays where it is",
+    forward={
+        "another dtype": lambda loop: loop.net.half(),
+        "another dtype by to": lambda loop: loop.net.to(torch.bfloat16),
+        "another dtype of a block": lambda loop: loop.net.layers[0].double(),
+        "another device": lambda loop: loop.net.to("meta"),
+    },
+)
+rows(
+    "was changed",
+    forward={"another dtype of the head": lambda loop: loop.net.out.to(torch.bfloat16)},
+    stepped={
+        "a dictionary loaded into the head": lambda loop: loop.net.out.load_state_dict(made_net().out.state_dict())
+    },
+)
+rows(
+    "on the drives",
+    forward={"a module made empty": lambda loop: loop.net.to_empty(device="cpu")},
+    stepped={"a parametrization that is added": lambda loop: parametrizations.weight_norm(loop.net.layers[1].up)},
+)
+rows(
+    "weights of a hooked module are on its drives",
+    stepped={
+        "a module as a dictionary": lambda loop: loop.net.state_dict(),
+        "a dictionary loaded into the module": lambda loop: loop.net.load_state_dict(made_net().state_dict()),
+        "a module that is copied": lambda loop: copy.deepcopy(loop.net),
+        "a module that is pickled": lambda loop: pickle.dumps(loop.net),
+    },
+)
+rows(
+    "was replaced",
+    stepped={
+        "a dictionary assigned to the head": lambda loop: loop.net.out.load_state_dict(
+            made_net().out.state_dict(), assign=True
+        ),
+        "a head that is replaced": lambda loop: put(loop.net, "out", nn.Linear(WIDTH, 5)),
+        "a parameter outside that is replaced": lambda loop: put(loop.net.out, "bias", nn.Parameter(torch.ones(5))),
+        "a parameter inside that is replaced": lambda loop: put(
+            loop.net.layers[1].up, "weight", nn.Parameter(torch.ones(12, WIDTH))
+        ),
+        "a block that is replaced": lambda loop: operator.setitem(loop.net.layers, 1, Block()),
+        "weights that are tied later": lambda loop: put(loop.net.layers[1].up, "weight", loop.net.layers[0].up.weight),
+    },
+)
+rows(
+    "was",
+    stepped={
+        "a block that is removed": lambda loop: operator.delitem(loop.net.layers, 1),
+        "a parametrization of the head that is added": lambda loop: parametrizations.weight_norm(loop.net.out),
+    },
+)
+rows(
+    "was made after ratel.hook",
+    stepped={
+        "a block that is added": lambda loop: loop.net.layers.append(Block()),
+        "a parameter that is added": lambda loop: loop.net.register_parameter("scale", nn.Parameter(torch.ones(1))),
+    },
+)
 
 
 @row("stepped", "same")
@@ -1128,96 +969,11 @@ def a_module_that_goes_where_it_is(loop: Loop) -> None:
     loop.net.to(torch.float32)
 
 
-@row("forward", "same")
-def the_same_dtype_by_name(loop: Loop) -> None:
-    loop.net.float().cpu()
-
-
-@row("forward", "stays where it is")
-def another_dtype(loop: Loop) -> None:
-    loop.net.half()
-
-
-@row("forward", "stays where it is")
-def another_dtype_by_to(loop: Loop) -> None:
-    loop.net.to(torch.bfloat16)
-
-
-@row("forward", "stays where it is")
-def another_dtype_of_a_block(loop: Loop) -> None:
-    loop.net.layers[0].double()
-
-
-@row("forward", "stays where it is")
-def another_device(loop: Loop) -> None:
-    loop.net.to("meta")
-
-
-@row("forward", "was changed")
-def another_dtype_of_the_head(loop: Loop) -> None:
-    loop.net.out.to(torch.bfloat16)
-
-
-@row("forward", "on the drives")
-def a_module_made_empty(loop: Loop) -> None:
-    loop.net.to_empty(device="cpu")
-
-
-@row("stepped", "weights of a hooked module are on its drives")
-def a_module_as_a_dictionary(loop: Loop) -> None:
-    loop.left = loop.net.state_dict()
-
-
-@row("stepped", "weights of a hooked module are on its drives")
-def a_dictionary_loaded_into_the_module(loop: Loop) -> None:
-    loop.net.load_state_dict(made_net().state_dict())
-
-
-@row("stepped", "was replaced")
-def a_dictionary_assigned_to_the_head(loop: Loop) -> None:
-    loop.net.out.load_state_dict(made_net().out.state_dict(), assign=True)
-
-
-@row("stepped", "was changed")
-def a_dictionary_loaded_into_the_head(loop: Loop) -> None:
-    loop.net.out.load_state_dict(made_net().out.state_dict())
-
-
-@row("stepped", "weights of a hooked module are on its drives")
-def a_module_that_is_copied(loop: Loop) -> None:
-    loop.left = copy.deepcopy(loop.net)
-
-
-@row("stepped", "weights of a hooked module are on its drives")
-def a_module_that_is_pickled(loop: Loop) -> None:
-    loop.left = pickle.dumps(loop.net)
-
-
 @row("stepped", "on the drives")
 def parameters_that_are_saved(loop: Loop) -> None:
     import io
 
     torch.save(list(loop.net.parameters()), io.BytesIO())
-
-
-@row("stepped", "was replaced")
-def a_head_that_is_replaced(loop: Loop) -> None:
-    loop.net.out = nn.Linear(WIDTH, 5)
-
-
-@row("stepped", "was replaced")
-def a_parameter_outside_that_is_replaced(loop: Loop) -> None:
-    loop.net.out.bias = nn.Parameter(torch.ones(5))
-
-
-@row("stepped", "was replaced")
-def a_parameter_inside_that_is_replaced(loop: Loop) -> None:
-    loop.net.layers[1].up.weight = nn.Parameter(torch.ones(12, WIDTH))
-
-
-@row("stepped", "was replaced")
-def a_block_that_is_replaced(loop: Loop) -> None:
-    loop.net.layers[1] = Block()
 
 
 @row("stepped", "was")
@@ -1232,26 +988,6 @@ def blocks_that_are_exchanged_at_the_end(loop: Loop) -> None:
     layers[0], layers[1] = layers[1], layers[0]
 
 
-@row("stepped", "was")
-def a_block_that_is_removed(loop: Loop) -> None:
-    del loop.net.layers[1]
-
-
-@row("stepped", "was made after ratel.hook")
-def a_block_that_is_added(loop: Loop) -> None:
-    loop.net.layers.append(Block())
-
-
-@row("stepped", "was made after ratel.hook")
-def a_parameter_that_is_added(loop: Loop) -> None:
-    loop.net.register_parameter("scale", nn.Parameter(torch.ones(1)))
-
-
-@row("stepped", "was replaced")
-def weights_that_are_tied_later(loop: Loop) -> None:
-    loop.net.layers[1].up.weight = loop.net.layers[0].up.weight
-
-
 @row("before", "same")
 def weights_that_have_parametrizations(loop: Loop) -> None:
     parametrizations.weight_norm(loop.net.layers[1].up)
@@ -1264,27 +1000,13 @@ def weights_with_the_old_norm(loop: Loop) -> None:
         torch.nn.utils.weight_norm(loop.net.layers[1].up)
 
 
-@row("stepped", "on the drives")
-def a_parametrization_that_is_added(loop: Loop) -> None:
-    parametrizations.weight_norm(loop.net.layers[1].up)
-
-
-@row("stepped", "was")
-def a_parametrization_of_the_head_that_is_added(loop: Loop) -> None:
-    parametrizations.weight_norm(loop.net.out)
-
-
 @row("before", "same")
 def a_buffer(loop: Loop) -> None:
     loop.net.layers[1].register_buffer("factor", torch.tensor(2.0))
     loop.net.layers[1].register_forward_hook(lambda module, given, output: output * module.factor)
 
 
-@row("stepped", "same")
-def a_buffer_that_is_set(loop: Loop) -> None:
-    loop.net.register_buffer("seen", torch.ones(2), persistent=False)
-
-
+ACTS = {row.name: row.act for row in ROWS}
 OPERATIONS = [
     pytest.param(*case.values, marks=case.marks, id=operation.name)
     for operation, case in zip(ROWS, thinned(ROWS, every=8, offset=0), strict=True)
@@ -1335,11 +1057,12 @@ def test_a_step_that_was_left_out_is_not_committed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "act", [a_hook_on_a_parameter_inside, a_hook_on_a_parameter_outside, gradients_from_before_it_is_hooked]
+    "name",
+    ["a hook on a parameter inside", "a hook on a parameter outside", "gradients from before it is hooked"],
 )
-def test_an_open_module_has_neither_hooks_nor_gradients(tmp_path: Path, act: Act) -> None:
+def test_an_open_module_has_neither_hooks_nor_gradients(tmp_path: Path, name: str) -> None:
     loop = Loop(made_net(), is_plain=False)
-    act(loop)
+    ACTS[name](loop)
     with pytest.raises(ratel.RatelError, match=r"(layers\.1\.up\.weight|out\.bias) has a hook|has a gradient already"):
         ratel.open(loop.net, sample={"tokens": torch.zeros(1, 4, dtype=torch.int64)}, storage=[tmp_path / "state"])
     assert loop.computed(0).isfinite()  # it is as it was
@@ -1353,12 +1076,12 @@ def test_what_is_on_the_drives_is_not_printed_as_zeros(tmp_path: Path) -> None:
 
 def test_hooks_of_a_module_that_is_built_on_drives(tmp_path: Path) -> None:
     """Before it is hooked, and where it is not hooked at all."""
-    operation = Row("built", "before", a_hook_on_a_parameter_inside, "same")
+    operation = Row("built", "before", ACTS["a hook on a parameter inside"], "same")
     wanted = plain_loop(operation)
     for is_hooked in (True, False):
         with mock.patch.object(initialising, "_LEAST_BYTES", 1), ratel.init(storage=[tmp_path / f"{is_hooked}"]):
             loop = Loop(made_net(), is_plain=not is_hooked)
-            a_hook_on_a_parameter_inside(loop)
+            operation.act(loop)
             state = ratel.hook(loop.net, blocks="layers") if is_hooked else None
         with state or nullcontext():
             loop.make_optimizer()

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -24,29 +25,18 @@ from ratel_cli.library import states
 from ratel_cli.sizes import DtypeName
 from ratel_cli.store.store import Store
 from ratel_cli.units import GIB
-from tests.e2e.runs import measured_briefly
 from tests.engine.architectures import VOCAB_SIZE, tiny_config
 from tests.engine.machine import attention_of, initial_weights
 from tests.reference import Recipe, Trained, train_in_memory, train_module
 from tests.tiers import pairwise, thinned
+
+pytestmark = pytest.mark.usefixtures("_measured_briefly")
 
 Batch = dict[str, torch.Tensor]
 RATES = (1e-3, 5e-4, 2e-3, 1e-3, 1e-3)
 """At which every parameter changes in bf16."""
 TOKENS = torch.ones(2, 3, dtype=torch.long)
 DTYPES: dict[DtypeName, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-@pytest.fixture(autouse=True)
-def _measured_briefly() -> Iterator[None]:
-    with measured_briefly():
-        yield
-
-
-@pytest.fixture
-def base(tmp_path: Path) -> Path:
-    """A tiny Llama, as from_pretrained reads it."""
-    return saved(tmp_path / "base", "llama")
 
 
 def saved(directory: Path, architecture: str) -> Path:
@@ -90,6 +80,15 @@ def wanted(architecture: str, steps: Sequence[Sequence[Batch]], recipe: Recipe) 
     config = tiny_config(architecture)
     recipe = replace(recipe, attn_implementation=attention_of(config), learning_rates=RATES[: len(steps)])
     return train_in_memory(config, initial_weights(config), [list(map(for_reference, step)) for step in steps], recipe)
+
+
+def train(model: ratel.Model, steps: Iterable[Any], rates: Sequence[float] = RATES, **options: object) -> list[float]:
+    """The losses of these steps."""
+    losses = []
+    for step, rate in zip(steps, rates, strict=False):
+        losses.append(model.forward_backward(step, **options))  # type: ignore[arg-type]
+        model.step(learning_rate=rate)
+    return losses
 
 
 def exported(directory: Path) -> dict[str, torch.Tensor]:
@@ -148,10 +147,7 @@ def test_with_another_loss_it_trains_as_plain_pytorch_does(tmp_path: Path, base:
     micro_batches = [list(map(for_reference, step)) for step in steps]
     plain = train_module(plain_model, loss_sum, initial_weights(config), micro_batches, recipe, decayed=())
     with ratel.open(base, storage=[tmp_path / "state"], dtype="float32", device="cpu") as model:
-        losses = []
-        for step, rate in zip(steps, RATES, strict=False):
-            losses.append(model.forward_backward(step, loss=smoothed))
-            model.step(learning_rate=rate)
+        losses = train(model, steps, loss=smoothed)
         assert model.evaluate(steps[0], loss=smoothed) != model.evaluate(steps[0])
         model.save_pretrained(tmp_path / "out")
     assert losses == list(plain.losses)
@@ -215,10 +211,7 @@ def test_it_goes_on_where_it_was_left(tmp_path: Path, base: Path) -> None:
 def test_batches_may_become_larger_and_smaller(tmp_path: Path, base: Path) -> None:
     steps = [*batches(1, 1, num_tokens=8), *batches(1, 3, num_tokens=20), *batches(1, 2, num_tokens=6)]
     with ratel.open(base, storage=[tmp_path / "state"], dtype="float32", device="cpu") as model:
-        losses = []
-        for step, rate in zip(steps, RATES, strict=False):
-            losses.append(model.forward_backward(step))
-            model.step(learning_rate=rate)
+        losses = train(model, steps)
     assert losses == list(wanted("llama", steps, Recipe(weight_decay=0.0)).losses)
 
 
@@ -226,8 +219,7 @@ def test_an_evaluation_is_the_loss_of_the_model_as_it_is(tmp_path: Path, base: P
     [first], [second] = batches(2, 1)
     with ratel.open(base, storage=[tmp_path / "state"], dtype="float32", device="cpu") as model:
         before = model.evaluate(second)
-        model.forward_backward(first)
-        model.step(learning_rate=RATES[0])
+        train(model, [first])
         after = model.evaluate(second)
         assert model.forward_backward(second) == after != before
     assert before == wanted("llama", [[second]], Recipe()).losses[0]
@@ -256,45 +248,44 @@ def test_a_loss_that_is_not_finite_ends_the_loop_and_changes_nothing(tmp_path: P
         assert model.num_steps == 1
 
 
-@pytest.mark.parametrize(
-    ("batch", "message"),
-    [
-        ({}, "'input_ids' is missing"),
-        ({"input_ids": torch.ones(2, 3)}, "must be a dense tensor of integers"),
-        ({"input_ids": torch.ones(3, dtype=torch.long)}, r"\[batch, tokens\]"),
-        ({"input_ids": torch.ones(2, 0, dtype=torch.long)}, "at least one of each"),
-        (
-            {"input_ids": torch.ones(2, 3).long(), "token_type_ids": torch.ones(2, 3).long()},
-            "unknown: 'token_type_ids'",
-        ),
-        ({"input_ids": TOKENS, "labels": torch.ones(2, 4).long()}, r"'labels' is \[2, 4\], but"),
-        ({"input_ids": torch.ones(1, 3).long(), "attention_mask": torch.tensor([[0, 1, 1]])}, "pad on the right"),
-        ({"input_ids": torch.ones(1, 3).long(), "attention_mask": torch.tensor([[2, 1, 1]])}, "must be 1 for tokens"),
-        ({"input_ids": torch.ones(1, 3).long(), "labels": torch.full((1, 3), -100)}, "a step needs a label"),
-        ({"input_ids": torch.ones(3, 1).long()}, "a step needs a label"),
-        ({"input_ids": TOKENS * VOCAB_SIZE}, f"'input_ids' has {VOCAB_SIZE}, but the model's tokens are 0 to"),
-        ({"input_ids": -TOKENS}, "'input_ids' has -1, but"),
-        ({"input_ids": TOKENS, "labels": -TOKENS}, "'labels' has -1, but"),
-        ([], "a list of at least one"),
-        (None, "a mapping from names to tensors, not NoneType"),
-        ([None], "not NoneType"),
-        ("text", "not str"),
-        (TOKENS, "not Tensor"),
-        (3, "not int"),
-        ({"input_ids": None}, "must be a dense tensor of integers"),
-        ({"input_ids": [[1, 2]]}, "must be a dense tensor of integers"),
-        ({"input_ids": TOKENS.to_sparse()}, "must be a dense tensor of integers"),
-        ({"input_ids": TOKENS.to("meta")}, "must be a dense tensor of integers"),
-    ],
-)
-def test_a_batch_that_cannot_be_used_is_rejected(
-    tmp_path: Path, base: Path, batch: Batch | list[Batch], message: str
-) -> None:
-    with (
-        ratel.open(base, storage=[tmp_path / "state"], dtype="float32", device="cpu") as model,
-        pytest.raises(ratel.RatelError, match=message),
-    ):
-        model.forward_backward(batch)
+UNUSABLE: list[tuple[Any, str]] = [
+    ({}, "'input_ids' is missing"),
+    ({"input_ids": torch.ones(2, 3)}, "must be a dense tensor of integers"),
+    ({"input_ids": torch.ones(3, dtype=torch.long)}, r"\[batch, tokens\]"),
+    ({"input_ids": torch.ones(2, 0, dtype=torch.long)}, "at least one of each"),
+    (
+        {"input_ids": torch.ones(2, 3).long(), "token_type_ids": torch.ones(2, 3).long()},
+        "unknown: 'token_type_ids'",
+    ),
+    ({"input_ids": TOKENS, "labels": torch.ones(2, 4).long()}, r"'labels' is \[2, 4\], but"),
+    ({"input_ids": torch.ones(1, 3).long(), "attention_mask": torch.tensor([[0, 1, 1]])}, "pad on the right"),
+    ({"input_ids": torch.ones(1, 3).long(), "attention_mask": torch.tensor([[2, 1, 1]])}, "must be 1 for tokens"),
+    ({"input_ids": torch.ones(1, 3).long(), "labels": torch.full((1, 3), -100)}, "a step needs a label"),
+    ({"input_ids": torch.ones(3, 1).long()}, "a step needs a label"),
+    ({"input_ids": TOKENS * VOCAB_SIZE}, f"'input_ids' has {VOCAB_SIZE}, but the model's tokens are 0 to"),
+    ({"input_ids": -TOKENS}, "'input_ids' has -1, but"),
+    ({"input_ids": TOKENS, "labels": -TOKENS}, "'labels' has -1, but"),
+    ([], "a list of at least one"),
+    (None, "a mapping from names to tensors, not NoneType"),
+    ([None], "not NoneType"),
+    ("text", "not str"),
+    (TOKENS, "not Tensor"),
+    (3, "not int"),
+    ({"input_ids": None}, "must be a dense tensor of integers"),
+    ({"input_ids": [[1, 2]]}, "must be a dense tensor of integers"),
+    ({"input_ids": TOKENS.to_sparse()}, "must be a dense tensor of integers"),
+    ({"input_ids": TOKENS.to("meta")}, "must be a dense tensor of integers"),
+]
+
+
+def test_a_batch_that_cannot_be_used_is_rejected(tmp_path: Path, base: Path) -> None:
+    """And changes nothing."""
+    [[batch]] = batches(1, 1)
+    with ratel.open(base, storage=[tmp_path / "state"], dtype="float32", device="cpu") as model:
+        for unusable, message in UNUSABLE:
+            with pytest.raises(ratel.RatelError, match=message):
+                model.forward_backward(unusable)
+        assert train(model, [batch]) == list(wanted("llama", [[batch]], Recipe()).losses)
 
 
 def test_calls_in_a_wrong_order_are_rejected(tmp_path: Path, base: Path) -> None:

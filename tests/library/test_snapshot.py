@@ -6,7 +6,7 @@ import copy
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -18,26 +18,17 @@ from ratel_cli.library import snapshots
 from ratel_cli.store.barrier import FAILPOINT_VARIABLE, FAILPOINTS
 from ratel_cli.store.lock import DATA_FILE_NAME
 from ratel_cli.store.shadow import Shadow
-from tests.e2e.runs import measured_briefly
 from tests.library import test_hook, test_own_loop
 from tests.library.adapters import ADAPTERS, IN_PEFT
 from tests.library.test_own_loop import RATES, Batch, batches
 from tests.library.test_state import State, all_of, assert_same
 from tests.reference import Recipe
+from tests.store.stores import flip_in
 from tests.tiers import rotating, thinned
 
+pytestmark = pytest.mark.usefixtures("_measured_briefly")
+
 NUM_STEPS = len(RATES)
-
-
-@pytest.fixture(autouse=True)
-def _measured_briefly() -> Iterator[None]:
-    with measured_briefly():
-        yield
-
-
-@pytest.fixture
-def base(tmp_path: Path) -> Path:
-    return test_own_loop.saved(tmp_path / "base", "llama")
 
 
 class Killed(BaseException):
@@ -337,10 +328,7 @@ def test_a_damaged_state_does_not_replace_a_snapshot(tmp_path: Path) -> None:
     model = test_hook.built("llama")
     with test_hook.hooked("llama", model, tmp_path) as state:
         state.snapshot(tmp_path / "copied" / "state")
-        data = tmp_path / "state" / DATA_FILE_NAME
-        changed = bytearray(data.read_bytes())
-        changed[changed.index(model.lm_head.weight.detach().numpy().tobytes()[:64])] ^= 1
-        data.write_bytes(changed)
+        flip_in(tmp_path / "state", model.lm_head.weight.detach().numpy().tobytes()[:64])
         with pytest.raises(IntegrityFailure, match="are not what step 0 wrote"):
             state.snapshot(tmp_path / "copied" / "state")
     with test_hook.hooked("llama", test_hook.built("llama"), tmp_path / "copied") as state:

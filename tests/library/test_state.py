@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -15,29 +15,19 @@ from transformers import AutoModelForCausalLM
 import ratel_cli as ratel
 from ratel_cli.model.files.stored_state import StoredState
 from ratel_cli.sizes import CHUNK_ELEMENTS, DtypeName
-from ratel_cli.store.lock import DATA_FILE_NAME
-from tests.e2e.runs import measured_briefly
 from tests.engine.architectures import tiny_config
 from tests.library import test_hook, test_own_loop
 from tests.library.adapters import ADAPTERS, IN_PEFT
 from tests.library.nets import NETS
-from tests.library.test_own_loop import RATES, batches, large_loss
+from tests.library.test_own_loop import RATES, batches, large_loss, train
 from tests.quantised import dequantised_weights
 from tests.reference import Recipe, Trained
+from tests.store.stores import flip_in
+
+pytestmark = pytest.mark.usefixtures("_measured_briefly")
 
 State = dict[str, dict[str, torch.Tensor]]
 MOMENTS = ("exp_avg", "exp_avg_sq")
-
-
-@pytest.fixture(autouse=True)
-def _measured_briefly() -> Iterator[None]:
-    with measured_briefly():
-        yield
-
-
-@pytest.fixture
-def base(tmp_path: Path) -> Path:
-    return test_own_loop.saved(tmp_path / "base", "llama")
 
 
 def all_of(state: Iterable[tuple[str, dict[str, torch.Tensor]]]) -> State:
@@ -78,9 +68,7 @@ def test_an_open_model_has_the_state_of_adamw(tmp_path: Path, architecture: str,
     with ratel.open(
         base, storage=storage, dtype=dtype, device="cpu", weight_decay=0.1, max_grad_norm=0.5, adapter=ADAPTERS[what]
     ) as model:
-        for batch, rate in zip(steps, RATES, strict=True):
-            model.forward_backward(batch)
-            model.step(learning_rate=rate)
+        train(model, steps)
         found = all_of(model.state())
         assert model._store.progress.step == len(RATES), "the last step is committed"
     lora = tuple(IN_PEFT.items()) if what == "lora" else None
@@ -131,6 +119,7 @@ def test_what_is_frozen_has_its_weight_alone(tmp_path: Path, dtype: torch.dtype)
         ratel.AdamW(model, lr=test_hook.LEARNING_RATE, weight_decay=0.0)
         test_hook.run("llama", model, steps, state)
         found = all_of(state.state())
+        test_hook.assert_same(test_hook.saved(state, tmp_path), plain)
     assert 0 < len(trained) < len(found)
     assert_same(found, wanted, trained=trained)
 
@@ -255,11 +244,7 @@ def test_damage_is_found_where_it_is_read(tmp_path: Path) -> None:
         ratel.AdamW(model, lr=1e-3)
         NETS["llama"].loss(model, batch).backward()
         wanted = all_of(state.state())
-        data = tmp_path / "state" / DATA_FILE_NAME
-        content = bytearray(data.read_bytes())
-        moment = wanted["lm_head.weight"]["exp_avg"].numpy().tobytes()[:64]
-        content[content.index(moment)] ^= 1
-        data.write_bytes(content)
+        flip_in(tmp_path / "state", wanted["lm_head.weight"]["exp_avg"].numpy().tobytes()[:64])
         state.save(tmp_path / "out")
         with pytest.raises(ratel.RatelError, match="are not what step 1 wrote") as raised:
             all_of(state.state())
