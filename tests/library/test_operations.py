@@ -153,6 +153,8 @@ def rows(expected: str, **at: dict[str, Act]) -> None:
 
 put = setattr
 """An assignment within an expression."""
+put_item: Callable[..., object] = operator.setitem
+drop_item: Callable[..., object] = operator.delitem
 
 
 def usual_loop(loop: Loop, acts: Callable[[Moment], None]) -> None:
@@ -369,8 +371,8 @@ rows(
         "a gradient added to": lambda loop: loop.outside.grad.add_(1),
         "a gradient copied to": lambda loop: loop.outside.grad.copy_(torch.ones(5)),
         "a gradient written to by data": lambda loop: loop.outside.grad.data.zero_(),
-        "a row of a gradient set": lambda loop: operator.setitem(loop.inside.grad, 0, 0),
-        "gradients written to by numpy": lambda loop: operator.setitem(loop.outside.grad.numpy(), slice(None), 0),
+        "a row of a gradient set": lambda loop: put_item(loop.inside.grad, 0, 0),
+        "gradients written to by numpy": lambda loop: put_item(loop.outside.grad.numpy(), slice(None), 0),
         "norms clipped": lambda loop: clip_grad_norm_(loop.net.parameters(), 1e-2),
         "values clipped": lambda loop: clip_grad_value_(loop.net.parameters(), 1e-3),
         "gradients that are read": lambda loop: [each.grad.clone() for each in loop.net.parameters()],
@@ -630,11 +632,11 @@ rows(
     forward={
         "the data of a parameter outside": lambda loop: put(loop.outside, "data", torch.ones(5)),
         "the data of a parameter outside set to zero": lambda loop: loop.outside.data.zero_(),
-        "rows of a table exchanged": lambda loop: operator.setitem(
+        "rows of a table exchanged": lambda loop: put_item(
             loop.net.table.weight.data, [0, 1], loop.net.table.weight.data[[1, 0]]
         ),
         "a parameter outside written to": torch.no_grad()(lambda loop: loop.outside.add_(1)),
-        "a parameter outside written to by numpy": lambda loop: operator.setitem(loop.outside.detach().numpy(), 1, 3),
+        "a parameter outside written to by numpy": lambda loop: put_item(loop.outside.detach().numpy(), 1, 3),
         "a parameter outside written to by its storage": lambda loop: loop.outside.untyped_storage().fill_(0),
         "a parameter outside that is another tensor": torch.no_grad()(lambda loop: loop.outside.set_(torch.ones(5))),
     },
@@ -654,7 +656,7 @@ rows(
         "the data of a parameter inside": lambda loop: put(loop.inside, "data", torch.ones(12, WIDTH)),
         "the data of a parameter inside set to zero": lambda loop: loop.inside.data.zero_(),
         "a parameter inside written to": torch.no_grad()(lambda loop: loop.inside.mul_(0.5)),
-        "a parameter inside written to by numpy": lambda loop: operator.setitem(loop.inside.detach().numpy(), 0, 3),
+        "a parameter inside written to by numpy": lambda loop: put_item(loop.inside.detach().numpy(), 0, 3),
         "a parameter inside written to by its storage": lambda loop: loop.inside.untyped_storage().fill_(1),
         "a parameter inside that is another tensor": torch.no_grad()(
             lambda loop: loop.inside.set_(torch.ones(12, WIDTH))
@@ -809,13 +811,13 @@ rows(
     stepped={
         "the state of the optimizer cleared": lambda loop: loop.optimizer.state.clear(),
         "the state of a parameter read": lambda loop: loop.optimizer.state[loop.inside],
-        "the state of a parameter written": lambda loop: operator.setitem(loop.optimizer.state, loop.inside, {}),
+        "the state of a parameter written": lambda loop: put_item(loop.optimizer.state, loop.inside, {}),
         "the state of the optimizer as a dictionary": lambda loop: loop.optimizer.state_dict(),
         "an optimizer that is copied": lambda loop: copy.deepcopy(loop.optimizer),
         "an optimizer that is pickled": lambda loop: pickle.dumps(loop.optimizer),
     },
     made={
-        "the state of a parameter written at the beginning": lambda loop: operator.setitem(
+        "the state of a parameter written at the beginning": lambda loop: put_item(
             loop.optimizer.state,
             loop.inside,
             {"step": torch.tensor(3.0), "exp_avg": torch.ones(12, WIDTH), "exp_avg_sq": torch.ones(12, WIDTH)},
@@ -935,14 +937,14 @@ rows(
         "a parameter inside that is replaced": lambda loop: put(
             loop.net.layers[1].up, "weight", nn.Parameter(torch.ones(12, WIDTH))
         ),
-        "a block that is replaced": lambda loop: operator.setitem(loop.net.layers, 1, Block()),
+        "a block that is replaced": lambda loop: put_item(loop.net.layers, 1, Block()),
         "weights that are tied later": lambda loop: put(loop.net.layers[1].up, "weight", loop.net.layers[0].up.weight),
     },
 )
 rows(
     "was",
     stepped={
-        "a block that is removed": lambda loop: operator.delitem(loop.net.layers, 1),
+        "a block that is removed": lambda loop: drop_item(loop.net.layers, 1),
         "a parametrization of the head that is added": lambda loop: parametrizations.weight_norm(loop.net.out),
     },
 )

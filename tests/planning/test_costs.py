@@ -54,7 +54,7 @@ SLOW = (
 
 def machine_with(slow: str, rate: float) -> HardwareProfile:
     """Where everything but `slow` takes next to no time."""
-    return machine(**{name: rate if name == slow else 1e12 for name in SLOW})
+    return machine(**{name: rate if name == slow else 1e12 for name in SLOW})  # type: ignore[arg-type]
 
 
 def total_flops(spec: ModelSpec, workload: Workload) -> int:
@@ -602,7 +602,7 @@ def test_both_directions_count_together_against_the_others() -> None:
 def test_rates_twice_as_high_halve_the_time(overlap: Overlap) -> None:
     def seconds(factor: float) -> float:
         rates = dict.fromkeys(SLOW, factor * 1e6) | {"read_bytes_per_second": factor * 2e6}
-        hardware = machine(**rates | {"memory_bytes_per_second": factor * 1e7})
+        hardware = machine(**rates | {"memory_bytes_per_second": factor * 1e7})  # type: ignore[arg-type]
         compute = replace(COMPUTE, forward=COMPUTE.forward / factor, backward=COMPUTE.backward / factor)
         return step_time(hardware, overlap=overlap, offloaded=SPILLED, compute=compute).total
 
