@@ -108,6 +108,14 @@ def test_swaps_one_by_one_are_swaps_at_once(seed: int) -> None:
             assert liveness.is_run(each) == (each in wanted() - swapped)
 
 
+def test_of_two_that_a_swap_frees_neither_reads_for_the_other() -> None:
+    """In any order in which their outputs are read, so in any order in which they are followed."""
+    for first, second in ((1, 2), (2, 1)):
+        readers = [Operator(reads=(0,), writes=(first,)), Operator(reads=(0,), writes=(second,))]
+        operators = [Operator(writes=(0,)), *readers, Operator(reads=(1, 2), writes=(3,))]
+        assert sorted(Liveness(operators, saved=[3]).freed_by(3)) == [0, 1, 2]
+
+
 def test_thousands_of_operators_are_swapped_at_once() -> None:
     """Each reads the one before, and all read one storage."""
     number = 20_000
