@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from ratel_cli.cli.app import main
-from ratel_cli.config.importing import import_config
+from ratel_cli.config.importing import Imported, import_config
+from ratel_cli.config.keys.schema import RunConfig
 from ratel_cli.config.keys.topics import instead_of
 from ratel_cli.config.load import load_config
 from ratel_cli.errors import BadInput
@@ -42,6 +43,12 @@ def write(text: str) -> Path:
     path = Path("theirs.yaml")
     path.write_text(text)
     return path
+
+
+def read(imported: Imported) -> RunConfig:
+    """The config that was made, as a run reads it."""
+    Path("run.yaml").write_text(imported.text)
+    return load_config(Path("run.yaml")).config
 
 
 def test_the_table_and_the_file(capsys: pytest.CaptureFixture[str]) -> None:
@@ -126,8 +133,7 @@ def test_a_file_that_is_no_config(text: str, capsys: pytest.CaptureFixture[str])
 
 def test_the_defaults_of_the_tool_are_written_out() -> None:
     imported = import_config(write(TRL))
-    Path("run.yaml").write_text(imported.text)
-    config = load_config(Path("run.yaml")).config
+    config = read(imported)
     assert imported.tool == "TRL"
     assert (config.num_epochs, config.micro_batch_size, config.lr_scheduler) == (3.0, 8, "linear")
     assert (config.warmup_ratio, config.sample_packing, config.sequence_len) == (0.0, False, 64)
@@ -167,8 +173,7 @@ def test_a_key_that_the_rows_of_a_set_do_not_have_read_is_left_to_the_user() -> 
     undecided = [each.written for each in imported.outcomes if each.fate == "undecided"]
     assert undecided.count("datasets.field_system") == 3
     assert {"datasets.roles", "datasets.field_messages"} < set(undecided)
-    Path("run.yaml").write_text(imported.text)
-    config = load_config(Path("run.yaml")).config
+    config = read(imported)
     assert [each.field_system for each in config.datasets] == [None, "system", None]
 
 
@@ -177,8 +182,7 @@ def test_a_set_of_preferences_keeps_its_system_prompt_and_no_key_that_is_not_rea
     imported = import_config(write(AXOLOTL.replace("{path: a.jsonl, type: alpaca}", sets) + "rl: dpo\n"))
     reasons = {each.written: each.reason for each in imported.outcomes if each.fate == "undecided"}
     assert reasons["datasets.field_output"] == "it is not read for `rl: dpo`"
-    Path("run.yaml").write_text(imported.text)
-    [found] = load_config(Path("run.yaml")).config.datasets
+    [found] = read(imported).datasets
     assert (found.field_system, found.field_prompt) == ("system", "question")
 
 
@@ -186,8 +190,7 @@ def test_axolotl_trains_the_words_of_all_turns() -> None:
     path = write(AXOLOTL.replace("type: alpaca", "type: chat_template") + "train_on_inputs: true\n")
     reasons = {each.written: each.reason for each in import_config(path).outcomes if each.fate == "undecided"}
     assert reasons["train_on_inputs"].startswith("axolotl then trains the words of all turns")
-    Path("run.yaml").write_text(import_config(path).text)
-    config = load_config(Path("run.yaml")).config
+    config = read(import_config(path))
     assert (config.train_on_inputs, config.datasets[0].roles_to_train) == (True, None)
 
 
@@ -208,21 +211,20 @@ def test_lora_plus_of_axolotl_decays_nothing_and_has_one_rate() -> None:
     rows = {each.written: each for each in imported.outcomes}
     assert rows["weight_decay"].ours == "weight_decay: 0, since axolotl decays nothing with LoRA+"
     assert (rows["embedding_lr"].fate, "axolotl does not use it" in rows["embedding_lr"].reason) == ("noted", True)
-    config = load_config(write(imported.text)).config
+    config = read(imported)
     assert (config.loraplus_lr_ratio, config.weight_decay, config.embedding_lr) == (16.0, 0.0, None)
-    without = load_config(write(import_config(write(AXOLOTL + keys.replace("16", "null"))).text)).config
+    without = read(import_config(write(AXOLOTL + keys.replace("16", "null"))))
     assert (without.weight_decay, without.embedding_lr) == (0.1, 1e-5)
     theirs = "finetuning_type: lora\nstage: sft\nloraplus_lr_ratio: 16\nweight_decay: 0.1\n"
     llama_factory = "model_name_or_path: org/name\ndatasets: a.jsonl\n" + theirs
-    assert load_config(write(import_config(write(llama_factory)).text)).config.weight_decay == 0.1
+    assert read(import_config(write(llama_factory))).weight_decay == 0.1
 
 
 @pytest.mark.parametrize(
     ("lines", "expected"), [("", 10), ("logging_steps: 3\n", 3), ("eval_steps: 5\n", 5), ("evals_per_epoch: 2\n", None)]
 )
 def test_evaluations_of_trainer_are_as_frequent_as_its_logs(lines: str, expected: int | None) -> None:
-    imported = import_config(write(f"{TRL}val_size: 0.1\neval_strategy: steps\n{lines}"))
-    assert load_config(write(imported.text)).config.eval_steps == expected
+    assert read(import_config(write(f"{TRL}val_size: 0.1\neval_strategy: steps\n{lines}"))).eval_steps == expected
 
 
 def test_moments_of_more_bits_are_named_in_the_new_file(capsys: pytest.CaptureFixture[str]) -> None:
@@ -236,7 +238,7 @@ def test_moments_of_more_bits_are_named_in_the_new_file(capsys: pytest.CaptureFi
 @pytest.mark.parametrize("key", ["early_stopping_patience", "early_stopping_steps"])
 def test_patience_by_other_names(key: str) -> None:
     text = f"{TRL}eval_strategy: steps\neval_steps: 5\nval_size: 0.1\n{key}: 3\nmetric_for_best_model: eval_loss\n"
-    config = load_config(write(import_config(write(text)).text)).config
+    config = read(import_config(write(text)))
     assert (config.early_stopping_patience, config.metric_for_best_model, config.saves_best) == (3, "loss", False)
 
 
@@ -245,22 +247,18 @@ def test_an_empty_norm_is_the_default_of_axolotl() -> None:
     imported = import_config(write(f"{AXOLOTL}max_grad_norm:\n"))
     row = next(each for each in imported.outcomes if each.written == "max_grad_norm")
     assert (row.fate, row.ours) == ("translated", "max_grad_norm: 1.0, the trainer's default")
-    Path("run.yaml").write_text(imported.text)
-    assert load_config(Path("run.yaml")).config.max_grad_norm == 1.0
-    Path("run.yaml").write_text(import_config(write(f"{TRL}max_grad_norm:\n")).text)
-    assert load_config(Path("run.yaml")).config.max_grad_norm is None
+    assert read(imported).max_grad_norm == 1.0
+    assert read(import_config(write(f"{TRL}max_grad_norm:\n"))).max_grad_norm is None
 
 
 @pytest.mark.parametrize(("stage", "packing"), [("pt", True), ("sft", False), ("pt\npacking: false", False)])
 def test_llama_factory_packs_plain_texts_by_default(stage: str, packing: bool) -> None:
     text = f"model_name_or_path: m\ndataset: a.jsonl\ntemplate: qwen\nstage: {stage}\n"
-    Path("run.yaml").write_text(import_config(write(text)).text)
-    assert load_config(Path("run.yaml")).config.sample_packing == packing
+    assert read(import_config(write(text))).sample_packing == packing
 
 
 def test_the_steps_of_the_warm_up_win_over_its_ratio() -> None:
-    Path("run.yaml").write_text(import_config(write(TRL + "warmup_ratio: 0.1\nwarmup_steps: 5\n")).text)
-    config = load_config(Path("run.yaml")).config
+    config = read(import_config(write(TRL + "warmup_ratio: 0.1\nwarmup_steps: 5\n")))
     assert (config.warmup_steps, config.warmup_ratio) == (5, 0.0)
 
 
@@ -268,8 +266,7 @@ def test_a_form_of_data_that_ratel_does_not_have() -> None:
     for kind in ("context_qa.load_404", "{format: '{instruction}', field_instruction: ask}"):
         imported = import_config(write(AXOLOTL.replace("type: alpaca", f"type: {kind}")))
         assert "datasets.type" in [each.written for each in imported.outcomes if each.fate == "undecided"]
-        Path("run.yaml").write_text(imported.text)
-        assert load_config(Path("run.yaml")).config.datasets[0].type == "auto"
+        assert read(imported).datasets[0].type == "auto"
 
 
 def test_a_key_without_a_value_that_nobody_knows_is_dropped(capsys: pytest.CaptureFixture[str]) -> None:
@@ -286,33 +283,27 @@ def test_a_key_without_a_value_that_nobody_knows_is_dropped(capsys: pytest.Captu
 @pytest.mark.parametrize("key", ["reinit_weights", "train_from_scratch"])
 @pytest.mark.parametrize("value", ["true", "false"])
 def test_weights_that_are_drawn_anew(key: str, value: str) -> None:
-    Path("run.yaml").write_text(import_config(write(f"{AXOLOTL}{key}: {value}\n")).text)
-    assert load_config(Path("run.yaml")).config.random_init == (value == "true")
+    assert read(import_config(write(f"{AXOLOTL}{key}: {value}\n"))).random_init == (value == "true")
 
 
 def test_the_old_name_of_special_tokens() -> None:
     """A list of tokens is something else: they are added to the vocabulary."""
     imported = import_config(write(f"{AXOLOTL}tokens: {{eos_token: </s>}}\n"))
-    Path("run.yaml").write_text(imported.text)
-    assert load_config(Path("run.yaml")).config.special_tokens == {"eos_token": "</s>"}
-    imported = import_config(write(f"{AXOLOTL}tokens: [</s>]\n"))
-    Path("run.yaml").write_text(imported.text)
-    assert load_config(Path("run.yaml")).config.tokens == ("</s>",)
+    assert read(imported).special_tokens == {"eos_token": "</s>"}
+    assert read(import_config(write(f"{AXOLOTL}tokens: [</s>]\n"))).tokens == ("</s>",)
     with pytest.raises(BadInput, match="`tokens` must be a list, not a mapping"):
         import_config(write(f"{AXOLOTL}special_tokens: {{eos_token: </s>}}\ntokens: {{eos_token: <s>}}\n"))
 
 
 def test_a_long_text_stays_a_text() -> None:
     template = "{% for message in messages %}" + "{{ message['content'] }} # " * 20 + "{% endfor %}"
-    Path("run.yaml").write_text(import_config(write(TRL + f"chat_template: {json.dumps(template)}\n")).text)
-    assert load_config(Path("run.yaml")).config.chat_template_jinja == template
+    assert read(import_config(write(TRL + f"chat_template: {json.dumps(template)}\n"))).chat_template_jinja == template
 
 
 def test_a_constant_rate_has_no_warm_up_there() -> None:
     text = "base_model: m\ndatasets: a\nstrict: false\nlearning_rate: 1e-5\nwarmup_ratio: 0.1\nlr_scheduler: "
     for name, ratio in (("constant", 0.0), ("constant_with_warmup", 0.1)):
-        Path("run.yaml").write_text(import_config(write(text + name)).text)
-        assert load_config(Path("run.yaml")).config.warmup_ratio == ratio
+        assert read(import_config(write(text + name))).warmup_ratio == ratio
 
 
 def test_reasons_are_true_of_the_value() -> None:

@@ -9,6 +9,7 @@ import pytest
 from ratel_cli.config.importing import import_config
 from ratel_cli.config.load import load_config
 from ratel_cli.errors import BadInput
+from tests.cli.test_import import read, write
 
 TORCHTUNE = """\
 output_dir: out
@@ -30,16 +31,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def write(text: str) -> Path:
-    path = Path("theirs.yaml")
-    path.write_text(text)
-    return path
-
-
 def test_torchtune() -> None:
-    imported = import_config(write(TORCHTUNE))
-    Path("run.yaml").write_text(imported.text)
-    config = load_config(Path("run.yaml")).config
+    config = read(import_config(write(TORCHTUNE)))
     assert (config.base_model, config.output_dir, config.micro_batch_size, config.num_epochs) == (
         "base",
         Path("out"),
@@ -90,8 +83,7 @@ def test_optimizers_of_torchtune(optimizer: str, expected: tuple[object, ...]) -
     text = TORCHTUNE.replace("torch.optim.AdamW, lr: 1e-5, betas: [0.8, 0.95]", f"{optimizer}, lr: 1e-5")
     imported = import_config(write(text))
     assert not [each for each in imported.outcomes if each.fate == "undecided"]
-    Path("run.yaml").write_text(imported.text)
-    config = load_config(Path("run.yaml")).config
+    config = read(imported)
     options = None if config.optim_args is None else (config.optim_args.momentum, bool(config.optim_args.nesterov))
     assert (config.optimizer, config.weight_decay, config.adam_beta2, options) == expected
     row = next(each for each in imported.outcomes if each.written == "optimizer._component_")
@@ -103,8 +95,7 @@ def test_stochastic_rounding(value: str, expected: str) -> None:
     text = TORCHTUNE.replace("torch.optim.AdamW", f"torchao.optim.AdamW8bit, bf16_stochastic_round: {value}")
     imported = import_config(write(text))
     assert not [each for each in imported.outcomes if each.fate == "undecided"]
-    Path("run.yaml").write_text(imported.text)
-    config = load_config(Path("run.yaml")).config
+    config = read(imported)
     assert (config.optimizer, config.bf16_master) == ("adamw_8bit", expected)
 
 
@@ -194,8 +185,7 @@ def test_sets_of_torchtune(name: str) -> None:
     path = with_set(f"{{_component_: torchtune.datasets.{name.split(maxsplit=1)[0]}, {arguments}}}")
     imported = import_config(path)
     assert not [each for each in imported.outcomes if each.written.startswith("dataset.") and each.fate == "undecided"]
-    Path("run.yaml").write_text(imported.text)
-    config = load_config(Path("run.yaml")).config
+    config = read(imported)
     assert config.datasets[0].model_dump(exclude_unset=True) == expected
     assert config.train_on_inputs == (name == "alpaca_dataset")
     assert config.sample_packing == ("packed: true" in arguments)
@@ -208,15 +198,13 @@ def test_a_list_of_sets_of_torchtune() -> None:
     assert undecided(path) == {}, "nothing of them is left out"
     rows = [each.written for each in import_config(path).outcomes]
     assert {f"dataset.{number}.packed" for number in (0, 1)} <= set(rows)
-    Path("run.yaml").write_text(import_config(path).text)
-    found = load_config(Path("run.yaml")).config.datasets
+    found = read(import_config(path)).datasets
     assert [each.path for each in found] == ["out/a.json", "b.json", "org/set"]
 
 
 def test_sets_for_evaluation_in_torchtune() -> None:
     text = "dataset_val: {_component_: a.alpaca_dataset, split: 'train[95%:]'}\nrun_val_every_n_steps: 7\n"
-    Path("run.yaml").write_text(import_config(write(TORCHTUNE + text)).text)
-    config = load_config(Path("run.yaml")).config
+    config = read(import_config(write(TORCHTUNE + text)))
     assert [(each.path, each.split) for each in config.test_datasets] == [("tatsu-lab/alpaca", "train[95%:]")]
     assert config.eval_steps == 7
 
@@ -276,20 +264,17 @@ def test_arguments_of_the_optimizer_and_the_model() -> None:
 
 def test_the_steps_of_an_epoch_in_torchtune() -> None:
     path = write(TORCHTUNE.replace("epochs: 2", "epochs: 1\nmax_steps_per_epoch: 10"))
-    Path("run.yaml").write_text(import_config(path).text)
-    assert load_config(Path("run.yaml")).config.max_steps == 10
+    assert read(import_config(path)).max_steps == 10
     path = write(TORCHTUNE.replace("epochs: 2", "epochs: 3\nmax_steps_per_epoch: 10"))
     assert undecided(path)["max_steps_per_epoch"].endswith("set `max_steps: 30`")
-    Path("run.yaml").write_text(import_config(path).text)
-    assert load_config(Path("run.yaml")).config.max_steps is None
+    assert read(import_config(path)).max_steps is None
 
 
 def test_the_turns_that_a_tokenizer_of_torchtune_writes() -> None:
     tokenizer = "tokenizer: {_component_: torchtune.models.llama3.llama3_tokenizer, path: x, max_seq_len: 64}\n"
     for name, template in (("slimorca_dataset", "llama3"), ("wikitext_dataset", None)):
         text = TORCHTUNE.replace("alpaca_dataset", name) + tokenizer
-        Path("run.yaml").write_text(import_config(write(text)).text)
-        assert load_config(Path("run.yaml")).config.chat_template == template
+        assert read(import_config(write(text))).chat_template == template
 
 
 def test_finetune_says_what_to_do_with_a_config_of_torchtune() -> None:

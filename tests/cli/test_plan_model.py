@@ -72,7 +72,6 @@ def test_a_shape_by_its_name(capsys: pytest.CaptureFixture[str]) -> None:
         (["a//b", *DESK], "a/b: no such file or directory"),
         (["none.yaml", *DESK], "none.yaml: no such file or directory\n"),
         (["empty", *DESK], "empty: not the output directory of a run"),
-        (["torn", *DESK], "config.json: cannot be parsed"),
         (["small", "--gpu", "rtx9090"], "argument '--gpu': rtx9090 is not known"),
         (["small", "--ram", "64GB"], "argument '--ram': it belongs to --gpu NAME"),
         (["small", "--ssd", "990pro"], "argument '--ssd': it belongs to --gpu NAME"),
@@ -83,8 +82,6 @@ def test_a_shape_by_its_name(capsys: pytest.CaptureFixture[str]) -> None:
 def test_wrong_names(capsys: pytest.CaptureFixture[str], here: Path, arguments: list[str], message: str) -> None:
     put_config(here / "small")
     (here / "empty").mkdir()
-    (here / "torn").mkdir()
-    (here / "torn" / "config.json").write_text("{")
     assert message in plan(capsys, *arguments, code=2)
 
 
