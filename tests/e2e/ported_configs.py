@@ -250,23 +250,6 @@ AXOLOTL: Mapping[str, Config] = {
         **per_epoch(1, 1), "warmup_steps": 10, "weight_decay": 0.0, "fsdp_config": {"fsdp_version": 2},
         "special_tokens": {"pad_token": "<|end_of_text|>"},
     },
-    "stablelm-2/1.6b/fft": {
-        "base_model": "stabilityai/stablelm-2-1_6b", "model_type": "AutoModelForCausalLM",
-        "tokenizer_type": "AutoTokenizer", "trust_remote_code": True,
-        "datasets": [{"path": "mhenrichsen/alpaca_2k_test", "type": "alpaca"}], **PREPARED, "val_set_size": 0.05,
-        "output_dir": "./outputs/out", "sequence_len": 4096, "sample_packing": True, **LORA, **WANDB, **batch(1, 1),
-        **rate("adamw_bnb_8bit", 2e-4), "bf16": "auto", "tf32": False, "gradient_checkpointing": True,
-        "resume_from_checkpoint": None, "logging_steps": 1, "attn_implementation": "flash_attention_2",
-        "flash_attn_rms_norm": True, "warmup_ratio": 0.1, **per_epoch(4, 1), "deepspeed": None, "weight_decay": 0.1,
-        "special_tokens": None,
-    },
-    "ernie4_5/0.3b-sft": {
-        "base_model": "baidu/ERNIE-4.5-0.3B-PT", **SHAREGPT, **PREPARED, "val_set_size": 0.02,
-        "output_dir": "./outputs/ernie4_5-0.3b-sft", "sequence_len": 4096, "sample_packing": True,
-        "eval_sample_packing": True, **batch(4, 2), **rate("adamw_torch_fused", 2e-5), "bf16": "auto", "tf32": False,
-        **CHECKPOINTED, "logging_steps": 1, "flash_attention": True, "warmup_ratio": 0.1, **per_epoch(2, 1),
-        "weight_decay": 0.0,
-    },
 }  # fmt: skip
 
 LORA_ON: Config = {
@@ -274,18 +257,6 @@ LORA_ON: Config = {
     "lora_target_linear": True, "lora_fan_in_fan_out": None,
 }  # fmt: skip
 AXOLOTL_LORA: Mapping[str, Config] = {
-    "llama-3/lora-1b": {
-        "base_model": "NousResearch/Llama-3.2-1B", "datasets": [{"path": "teknium/GPT4-LLM-Cleaned", "type": "alpaca"}],
-        "val_set_size": 0.1, "output_dir": "./outputs/lora-out", "adapter": "lora", "lora_model_dir": None,
-        "sequence_len": 2048, "sample_packing": True, "eval_sample_packing": True, "lora_r": 16, "lora_alpha": 32,
-        "lora_dropout": 0.05, "lora_target_modules": [
-            "gate_proj", "down_proj", "up_proj", "q_proj", "v_proj", "k_proj", "o_proj"
-        ],
-        **WANDB, **batch(2, 2), **rate("adamw_8bit", 2e-4), "bf16": "auto", "tf32": False, **CHECKPOINTED,
-        "resume_from_checkpoint": None, "logging_steps": 1, "flash_attention": True, "loss_watchdog_threshold": 5.0,
-        "loss_watchdog_patience": 3, "warmup_ratio": 0.1, **per_epoch(4, 1), "weight_decay": 0.0,
-        "special_tokens": {"pad_token": "<|end_of_text|>"},
-    },
     "llama-2/lora, unquantised": {
         "base_model": "NousResearch/Llama-2-7b-hf", "model_type": "LlamaForCausalLM",
         "tokenizer_type": "LlamaTokenizer", **UNQUANTISED,
@@ -394,11 +365,6 @@ LLAMA_FACTORY: Mapping[str, Config] = {
         "sequence_parallel_size": 4, "sequence_parallel_mode": "deepspeed-alst", "alst_sequence_backend": "deepspeed",
         "alst_ulysses_degree": 4, "alst_sequence_tiling": True, "alst_memory_optimizations": True, **ZERO3,
         "mask_history": True, "cutoff_len": 196608, "output_dir": "output/alst", "bf16": True, "pure_bf16": True,
-    },
-    "qwen2_5_full_sft_optimized": {
-        **TRACES, "model_name_or_path": "Qwen/Qwen2.5-7B-Instruct", "rope_scaling": "yarn", "attn": "fa2", **ZERO3,
-        "cutoff_len": 131072, "output_dir": "output/optimized", "bf16": True, "pure_bf16": True,
-        "torch_compile": True, "torch_compile_backend": "inductor", "optim": "paged_adamw_8bit",
     },
     "qwen2_5_full_sft_fp8_te": {
         **TRACES, "model_name_or_path": "Qwen/Qwen2.5-7B-Instruct", "rope_scaling": "yarn", "flash_attn": "auto",

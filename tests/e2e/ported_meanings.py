@@ -169,8 +169,6 @@ AXOLOTL: Mapping[str, Meaning] = {
         warmup=(10, 0),
         length=512,
     ),
-    "stablelm-2/1.6b/fft": axolotl(2e-4, ALPACA_2K, warmup=(0, 0.1), length=4096, decay=0.1, held_out=0.05),
-    "ernie4_5/0.3b-sft": axolotl(2e-5, FINE_TOME, step=(2, 4), warmup=(0, 0.1), length=4096, held_out=0.02),
 }
 
 
@@ -189,7 +187,6 @@ LORA_1B = axolotl(
     ),
 )
 AXOLOTL_LORA: Mapping[str, Meaning] = {
-    "llama-3/lora-1b": LORA_1B,
     "swanlab/lora-swanlab-profiling": LORA_1B,
     "qwen3/8b-lora-fused-attn": axolotl(
         2e-4, ALPACA, step=(1, 4), warmup=(0, 0.1), length=4096, held_out=0.05, adapter=Adapter(rank=32, alpha=64)
@@ -241,7 +238,6 @@ LLAMA_FACTORY: Mapping[str, Meaning] = {
     "qwen3_full_sft_e2_adamw_bnb_8bit": traces(betas=(0.9, 0.98)),
     "qwen3_full_sft_256k": traces(length=204800),
     "qwen3_full_sft_alst": traces(length=196608),
-    "qwen2_5_full_sft_optimized": traces(length=131072),
     "qwen2_5_full_sft_fp8_te": traces(dtype="float32"),
     "extras/pure_bf16 with a warm-up below one": llama_factory(
         "identity", "alpaca_en_demo", warmup=(0.1, 0), held_out=0.1
