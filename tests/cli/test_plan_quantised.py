@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.runs import ratel
+from tests.e2e.runs import as_json
 
 LLAMA_70B = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 8192, "intermediate_size": 28672,
@@ -52,9 +52,7 @@ def test_a_model_of_70b_on_a_laptop(tmp_path: Path) -> None:
     seconds = []
     for drives in (1, 2):
         hardware.write_text(LAPTOP.format(drives=drives, read=3.5 * drives, written=3.0 * drives))
-        ended = ratel("plan", config, "--hardware", hardware, "--json")
-        assert ended.code == 0, ended.stderr
-        plan = json.loads(ended.stdout)
+        plan = as_json("plan", config, "--hardware", hardware)
         assert plan["memory"]["fits"] and plan["model"]["num_parameters"] > 70e9
         seconds.append(512 / plan["throughput"]["tokens_per_second"])
     assert seconds[0] <= 17 and seconds[1] <= 10

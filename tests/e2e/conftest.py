@@ -15,11 +15,11 @@ from torch.utils import deterministic
 
 from ratel_cli.store.lock import StoreLock
 from ratel_cli.training.stopping import StopRequest
-from tests.e2e.runs import save_base, succeed, write_config, write_rows
+from tests.e2e.runs import Config, save_base, write_config, write_rows
 
 
 class MakeConfig(Protocol):
-    def __call__(self, name: str = "run", /, **changes: object) -> Path: ...
+    def __call__(self, name: str = "run", /, **changes: object) -> Config: ...
 
 
 class SignalAt(Protocol):
@@ -42,10 +42,10 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def plain_run(tmp_path_factory: pytest.TempPathFactory, base: Path, rows: Path) -> Path:
+def plain_run(tmp_path_factory: pytest.TempPathFactory, base: Path, rows: Path) -> Config:
     """The config of an undisturbed run. Tests must not change it."""
     config = write_config(tmp_path_factory.mktemp("plain"), base=base, rows=rows)
-    succeed(config)
+    config.succeed()
     return config
 
 
@@ -53,7 +53,7 @@ def plain_run(tmp_path_factory: pytest.TempPathFactory, base: Path, rows: Path) 
 def make_config(tmp_path: Path, base: Path, rows: Path) -> MakeConfig:
     """Writes a config in a new directory; changes are keys of the config."""
 
-    def make(name: str = "run", /, **changes: object) -> Path:
+    def make(name: str = "run", /, **changes: object) -> Config:
         return write_config(tmp_path / name, **{"base": base, "rows": rows, **changes})  # type: ignore[arg-type]
 
     return make

@@ -15,7 +15,7 @@ from ratel_cli.config.load import load_config
 from ratel_cli.data.batches.latent_files import latent_paths, open_latents
 from ratel_cli.data.batches.latents import LatentSettings, NoisyLatents, scheduler_of
 from ratel_cli.data.samples.sample_batch import SampleBatch
-from tests.e2e.runs import DTYPES
+from tests.e2e.runs import DTYPES, Config
 from tests.reference import Recipe, Trained, seed_of_draws, train_module
 
 NUM_CLASSES, SHAPE = 5, (4, 8, 8)
@@ -51,7 +51,7 @@ def write_latents(path: Path, *, number: int = 30, seed: int = 0) -> Path:
     return path
 
 
-def latents_of(config: Path) -> NoisyLatents:
+def latents_of(config: Config) -> NoisyLatents:
     """The data of a config, as its run has it."""
     settings = load_config(config).config
     size, number = settings.known_split

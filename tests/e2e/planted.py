@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 from tests.e2e.latents import save_denoiser
-from tests.e2e.runs import output_of, save_base, succeed, write_config, write_rows
+from tests.e2e.runs import save_base, write_config, write_rows
 from tests.e2e.trained import TRAINED
 
 Content = bytes | str | None
@@ -46,8 +46,8 @@ class Tree:
         self.config = write_config(self.work / "a", **data, **{**settings, **TRAINED[what]})  # type: ignore[arg-type]
         self.other = write_config(self.work / "b", **data, **{**settings, **TRAINED[other], "seed": 7})  # type: ignore[arg-type]
         for config in (self.config, self.other):
-            succeed(config)
-        self.run, self.other_run = output_of(self.config), output_of(self.other)
+            config.succeed()
+        self.run, self.other_run = self.config.output, self.other.output
         self.store = next(self.drive.glob("out-*.store"))  # of one of them; the other's is not touched either
         places = [
             self.mine, self.mine / "run", self.mine / "run" / "tokens", self.models, self.denoiser, self.drive,

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.e2e.runs import metrics, output_of
+from tests.e2e.runs import Config
 from tests.trl_oracle import Recipe, Tuned
 
 NUM_STEPS = 4
@@ -96,9 +96,9 @@ def recipe(method: str, *, adapted: bool = False, **changes: object) -> Recipe:
     return Recipe(method=method, **{**settings, **changes})  # type: ignore[arg-type]
 
 
-def assert_same_training(config: Path, wanted: Tuned) -> None:
+def assert_same_training(config: Config, wanted: Tuned) -> None:
     """Losses, norms, rewards and weights to 1e-6, relative to what they are computed from."""
-    lines = metrics(config)
+    lines = config.metrics
     assert [line["loss"] for line in lines] == pytest.approx(wanted.losses, rel=1e-6)
     assert [line["grad_norm"] for line in lines] == pytest.approx(wanted.norms, rel=1e-5)
     for line, figures in zip(lines, wanted.figures, strict=True):
@@ -118,6 +118,6 @@ def assert_same_figures(found: Mapping[str, float], wanted: Mapping[str, float])
         assert found[name] == pytest.approx(value, rel=1e-6, abs=2e-6), name
 
 
-def weights_of(config: Path) -> dict[str, torch.Tensor]:
-    adapter = output_of(config) / "adapter_model.safetensors"
-    return load_file(adapter if adapter.exists() else output_of(config) / "model.safetensors")
+def weights_of(config: Config) -> dict[str, torch.Tensor]:
+    adapter = config.output / "adapter_model.safetensors"
+    return load_file(adapter if adapter.exists() else config.output / "model.safetensors")

@@ -1,8 +1,8 @@
 """Tiny base models, tiny data, and the three ways in which the tests run the command line.
 
-`finetune` runs it in this process, which costs no imports. `start` runs it in a forked process that can be killed and
-signalled; the fork server has imported everything once. `ratel_command` is the installed program, for tests that need
-a fresh process; only there a run measures the machine for as long as it usually does.
+`Config.finetune` runs it in this process, which costs no imports. `Config.start` runs it in a forked process that can
+be killed and signalled; the fork server has imported everything once. `ratel_command` is the installed program, for
+tests that need a fresh process; only there a run measures the machine for as long as it usually does.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.context import ForkServerProcess
-from pathlib import Path
-from typing import cast
+from pathlib import Path, PosixPath
+from typing import Any, cast
 from unittest import mock
 from weakref import WeakKeyDictionary
 
@@ -215,7 +215,7 @@ def in_dtype(base: Path, dtype: str) -> Path:
     return directory
 
 
-def write_config(directory: Path, *, base: Path, rows: Path, data_type: str = COMPLETION, **changes: object) -> Path:
+def write_config(directory: Path, *, base: Path, rows: Path, data_type: str = COMPLETION, **changes: object) -> Config:
     """Write `run.yaml` in `directory`; the run's output and store are next to it. A change to None removes the key.
 
     A base that is to stay in its files is copied beside `base` in the run's dtype, which it must have for that.
@@ -230,7 +230,7 @@ def write_config(directory: Path, *, base: Path, rows: Path, data_type: str = CO
         **SETTINGS,
         **changes,
     }
-    path = directory / "run.yaml"
+    path = Config(directory / "run.yaml")
     path.write_text(yaml.safe_dump({key: value for key, value in settings.items() if value is not None}))
     return path
 
@@ -306,9 +306,16 @@ def _once(model: AnyModel, what: str, measured: Callable[[], object]) -> object:
     return found
 
 
-def finetune(config: Path, *arguments: str) -> Ended:
-    """Run `ratel finetune CONFIG ...` in this process."""
-    return ratel("finetune", config, *arguments)
+def works(*arguments: object) -> Ended:
+    """Run `ratel ...` in this process. It must succeed."""
+    ended = ratel(*arguments)
+    assert ended.code == 0, ended.stdout + ended.stderr
+    return ended
+
+
+def as_json(*arguments: object) -> Any:  # noqa: ANN401
+    """What `ratel ... --json` prints. It must succeed."""
+    return json.loads(works(*arguments, "--json").stdout)
 
 
 def assert_rejected(ended: Ended, code: int, *parts: str, num_errors: int = 1) -> None:
@@ -319,94 +326,11 @@ def assert_rejected(ended: Ended, code: int, *parts: str, num_errors: int = 1) -
     assert [part for part in parts if part not in ended.errors[0]] == [], ended.errors[0]
 
 
-def assert_same_result(config: Path, other: Path) -> None:
-    """Two runs have left the same weights, and the same losses and norms."""
-    assert export_hash(config) == export_hash(other)
-    assert curve(config) == curve(other)
-
-
-def succeed(config: Path, *arguments: str) -> str:
-    """Run it, and return what it wrote to stderr. It must succeed."""
-    ended = finetune(config, *arguments)
-    assert ended.code == 0, ended.stderr
-    return ended.stderr
-
-
-def start(
-    config: Path, *arguments: str, kill_at: str | None = None, environment: Mapping[str, str] | None = None
-) -> ForkServerProcess:
-    """Run it in a forked process, which writes to `stderr.txt` next to the config.
-
-    The process has the environment of this one, and `environment`.
-    """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["ratel_cli.run.train.finetune", "tests.e2e.runs"])
-    process = context.Process(
-        target=_run_child, args=(str(config), arguments, kill_at, {**os.environ, **(environment or {})}, os.getcwd())
-    )
-    process.start()
-    return process
-
-
-def run_until_killed(config: Path, *arguments: str, kill_at: str, environment: Mapping[str, str] | None = None) -> None:
-    """Run it until it is killed at this failpoint of the store."""
-    assert wait(start(config, *arguments, kill_at=kill_at, environment=environment)) == -9, stderr_of(config)
-
-
 def wait(process: ForkServerProcess) -> int:
     """The exit code, negative for a signal."""
     process.join(300)
     assert process.exitcode is not None, "the run does not end"
     return process.exitcode
-
-
-def start_ranks(
-    config: Path,
-    size: int,
-    *arguments: str,
-    kill_at: Mapping[int, str] | None = None,
-    environments: Mapping[int, Mapping[str, str]] | None = None,
-) -> list[ForkServerProcess]:
-    """Run it in so many ranks, each as `start` does; the store in which they meet is another process's, as torchrun's.
-    `kill_at`, and what is in the environment besides: by rank."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    group = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
-        "WORLD_SIZE": str(size),
-        "TORCHELASTIC_RUN_ID": "t",
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }
-    processes = [
-        start(
-            config,
-            *arguments,
-            kill_at=(kill_at or {}).get(rank),
-            environment={
-                **group,
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "LOCAL_WORLD_SIZE": str(size),
-                **(environments or {}).get(rank, {}),
-            },
-        )
-        for rank in range(size)
-    ]
-    for process in processes:
-        _stores[process] = store
-    return processes
-
-
-def succeed_ranks(config: Path, size: int, *arguments: str) -> str:
-    """Run it in so many ranks to the end. Returns what rank 0 wrote to stderr."""
-    for rank, process in enumerate(start_ranks(config, size, *arguments)):
-        assert wait(process) == 0, stderr_of(config, rank)
-    return stderr_of(config)
-
-
-def stderr_of(config: Path, rank: int = 0) -> str:
-    """What the last process of `start` wrote to stderr; or the one that was this rank."""
-    return _stderr_path(config, rank).read_text(encoding="utf-8")
 
 
 def _stderr_path(config: Path, rank: int) -> Path:
@@ -443,70 +367,9 @@ def _run_child(
         sys.exit(code)
 
 
-def wait_for_step(config: Path, step: int, process: ForkServerProcess) -> None:
-    """Return when the run's log has that step."""
-    path = output_of(config) / "run" / "metrics.jsonl"
-    wait_until(lambda: path.exists() and len(json_lines(path)) >= step, config, process)
-
-
-def wait_until(condition: Callable[[], bool], config: Path, process: ForkServerProcess) -> None:
-    """Return when the condition holds. The run must still be alive."""
-    deadline = time.monotonic() + 300
-    while not condition():
-        assert process.is_alive() and time.monotonic() < deadline, stderr_of(config)
-        time.sleep(0.002)
-
-
 def ratel_command() -> Path:
     """The installed program."""
     return Path(sys.executable).with_name("ratel")
-
-
-def output_of(config: Path) -> Path:
-    """The output directory that `write_config` chose."""
-    return config.parent / "out"
-
-
-def store_of(config: Path) -> Path:
-    """The data file of the default store."""
-    return config.parent / "out.store" / "ratel.store"
-
-
-def committed_step(config: Path) -> int:
-    """The step of the store's current generation; NO_STORE if no import was committed."""
-    paths = [store_of(config).parent]
-    if not Store.exists(paths):
-        return NO_STORE
-    with (
-        open_queue("threads", notice=lambda text: None) as queue,
-        Store.open(paths, queue=queue, identity=None) as store,
-    ):
-        return store.progress.step
-
-
-def adapts(config: Path) -> bool:
-    """Whether the run trains an adapter."""
-    return "adapter" in yaml.safe_load(config.read_text())
-
-
-def weights_name(config: Path) -> str:
-    """The name of the file that has what a run trained: the model's weights, or the adapter's."""
-    return "adapter_model.safetensors" if adapts(config) else "model.safetensors"
-
-
-def weights_path(config: Path) -> Path:
-    """Where the run exports that file."""
-    return output_of(config) / weights_name(config)
-
-
-def exported(config: Path) -> Tensors:
-    """The weights that a run left, or its adapter."""
-    return load_file(weights_path(config))
-
-
-def export_hash(config: Path) -> str:
-    """The hash of the export's weight file."""
-    return file_hash(weights_path(config))
 
 
 def tree(directory: Path) -> dict[str, bytes | None]:
@@ -521,60 +384,193 @@ def file_hash(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def metrics(config: Path) -> list[dict[str, float]]:
-    """The lines of metrics.jsonl."""
-    return json_lines(output_of(config) / "run" / "metrics.jsonl")
-
-
 def json_lines(path: Path) -> list[dict[str, float]]:
     """The whole lines of a log. A run that is killed, or still writes, may leave a part of one more."""
     whole, _, _ = path.read_text(encoding="utf-8").rpartition("\n")
     return [json.loads(line) for line in whole.splitlines()]
 
 
-def curve(config: Path) -> list[tuple[float, float, float]]:
-    """Step, loss and norm of each step: the same for a resumed run as for an undisturbed one."""
-    return [(line["step"], line["loss"], line["grad_norm"]) for line in metrics(config)]
+class Config(PosixPath):
+    """The file of a run's config: its run, and what that leaves. The output and the store are next to the file."""
 
+    def finetune(self, *arguments: str) -> Ended:
+        """Run `ratel finetune CONFIG ...` in this process."""
+        return ratel("finetune", self, *arguments)
 
-def recipe_of(config: Path) -> Recipe:
-    """What plain PyTorch is told to train as the config says."""
-    settings = load_config(config).config
-    return Recipe(
-        dtype=DTYPES[settings.dtype],
-        optimizer=settings.optimizer,
-        momentum=(None if settings.optim_args is None else settings.optim_args.momentum) or 0.0,
-        learning_rate=settings.learning_rate,
-        weight_decay=settings.weight_decay,
-        max_grad_norm=settings.max_grad_norm,
-        bf16_master=settings.bf16_master,
-        seed=settings.seed,
-    )
+    def succeed(self, *arguments: str) -> str:
+        """Run it, and return what it wrote to stderr. It must succeed."""
+        return works("finetune", self, *arguments).stderr
 
+    def start(
+        self, *arguments: str, kill_at: str | None = None, environment: Mapping[str, str] | None = None
+    ) -> ForkServerProcess:
+        """Run it in a forked process, which writes to `stderr.txt` next to the config.
 
-def load_data(config: Path, *, row_multiple: int = 1, tokenizer_dir: Path | None = None) -> TrainingData:
-    """The training data of a config, loaded as its run loads it. `row_multiple`: what divides its rows' tokens.
-    `tokenizer_dir`: where another tokenizer is than the base model's."""
-    settings = load_config(config).config
-    assert settings.base_model is not None
-    tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir or settings.base_model)
-    known = tokenizer.get_vocab()  # others would be new tokens, which the model's embedding has no rows for
-    tokenizer.add_special_tokens({k: v for k, v in (settings.special_tokens or {}).items() if v in known})
-    return load_training_data(
-        [DatasetSource(**item.model_dump()) for item in settings.datasets],
-        DataSettings(
-            sequence_len=settings.sequence_len,
-            micro_batch_size=settings.micro_batch_size,
-            gradient_accumulation_steps=settings.gradient_accumulation_steps,
-            packing=settings.sample_packing,
-            shuffle=settings.shuffle,
+        The process has the environment of this one, and `environment`.
+        """
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["ratel_cli.run.train.finetune", "tests.e2e.runs"])
+        process = context.Process(
+            target=_run_child, args=(str(self), arguments, kill_at, {**os.environ, **(environment or {})}, os.getcwd())
+        )
+        process.start()
+        return process
+
+    def run_until_killed(self, *arguments: str, kill_at: str, environment: Mapping[str, str] | None = None) -> None:
+        """Run it until it is killed at this failpoint of the store."""
+        assert wait(self.start(*arguments, kill_at=kill_at, environment=environment)) == -9, self.stderr
+
+    def start_ranks(
+        self,
+        size: int,
+        *arguments: str,
+        kill_at: Mapping[int, str] | None = None,
+        environments: Mapping[int, Mapping[str, str]] | None = None,
+    ) -> list[ForkServerProcess]:
+        """Run it in so many ranks, each as `start` does; the store in which they meet is another process's, as
+        torchrun's. `kill_at`, and what is in the environment besides: by rank."""
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        group = {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(store.port),
+            "WORLD_SIZE": str(size),
+            "LOCAL_WORLD_SIZE": str(size),
+            "TORCHELASTIC_RUN_ID": "t",
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }
+        processes = []
+        for rank in range(size):
+            own = {**group, "RANK": str(rank), "LOCAL_RANK": str(rank), **(environments or {}).get(rank, {})}
+            processes.append(self.start(*arguments, kill_at=(kill_at or {}).get(rank), environment=own))
+            _stores[processes[-1]] = store
+        return processes
+
+    def run_ranks(self, size: int, *arguments: str, **given: Mapping[int, Any] | None) -> list[int]:
+        """Run it in so many ranks, as `start_ranks` does, until all have ended. Returns their exit codes."""
+        return [wait(process) for process in self.start_ranks(size, *arguments, **given)]
+
+    def succeed_ranks(self, size: int, *arguments: str) -> str:
+        """Run it in so many ranks to the end. Returns what rank 0 wrote to stderr."""
+        for rank, process in enumerate(self.start_ranks(size, *arguments)):
+            assert wait(process) == 0, self.stderr_of(rank)
+        return self.stderr
+
+    @property
+    def stderr(self) -> str:
+        """What the last process of `start` wrote to stderr, or rank 0."""
+        return self.stderr_of(0)
+
+    def stderr_of(self, rank: int) -> str:
+        """What the process that was this rank wrote to stderr."""
+        return _stderr_path(self, rank).read_text(encoding="utf-8")
+
+    def wait_for_step(self, step: int, process: ForkServerProcess) -> None:
+        """Return when the run's log has that step."""
+        path = self.output / "run" / "metrics.jsonl"
+        self.wait_until(lambda: path.exists() and len(json_lines(path)) >= step, process)
+
+    def wait_until(self, condition: Callable[[], bool], process: ForkServerProcess) -> None:
+        """Return when the condition holds. The run must still be alive."""
+        deadline = time.monotonic() + 300
+        while not condition():
+            assert process.is_alive() and time.monotonic() < deadline, self.stderr
+            time.sleep(0.002)
+
+    @property
+    def output(self) -> Path:
+        """The output directory that `write_config` chose."""
+        return self.parent / "out"
+
+    @property
+    def store(self) -> Path:
+        """The data file of the default store."""
+        return self.parent / "out.store" / "ratel.store"
+
+    @property
+    def committed_step(self) -> int:
+        """The step of the store's current generation; NO_STORE if no import was committed."""
+        paths = [self.store.parent]
+        if not Store.exists(paths):
+            return NO_STORE
+        with (
+            open_queue("threads", notice=lambda text: None) as queue,
+            Store.open(paths, queue=queue, identity=None) as store,
+        ):
+            return store.progress.step
+
+    @property
+    def adapts(self) -> bool:
+        """Whether the run trains an adapter."""
+        return "adapter" in yaml.safe_load(self.read_text())
+
+    @property
+    def weights_path(self) -> Path:
+        """Where the run exports what it has trained: the model's weights, or the adapter's."""
+        return self.output / ("adapter_model.safetensors" if self.adapts else "model.safetensors")
+
+    @property
+    def exported(self) -> Tensors:
+        """The weights that the run left, or its adapter."""
+        return load_file(self.weights_path)
+
+    @property
+    def export_hash(self) -> str:
+        """The hash of the export's weight file."""
+        return file_hash(self.weights_path)
+
+    @property
+    def metrics(self) -> list[dict[str, float]]:
+        """The lines of metrics.jsonl."""
+        return json_lines(self.output / "run" / "metrics.jsonl")
+
+    @property
+    def curve(self) -> list[tuple[float, float, float]]:
+        """Step, loss and norm of each step: the same for a resumed run as for an undisturbed one."""
+        return [(line["step"], line["loss"], line["grad_norm"]) for line in self.metrics]
+
+    def assert_same_result(self, other: Config) -> None:
+        """Two runs have left the same weights, and the same losses and norms."""
+        assert self.export_hash == other.export_hash
+        assert self.curve == other.curve
+
+    @property
+    def recipe(self) -> Recipe:
+        """What plain PyTorch is told to train as the config says."""
+        settings = load_config(self).config
+        return Recipe(
+            dtype=DTYPES[settings.dtype],
+            optimizer=settings.optimizer,
+            momentum=(None if settings.optim_args is None else settings.optim_args.momentum) or 0.0,
+            learning_rate=settings.learning_rate,
+            weight_decay=settings.weight_decay,
+            max_grad_norm=settings.max_grad_norm,
+            bf16_master=settings.bf16_master,
             seed=settings.seed,
-            val_set_size=settings.val_set_size,
-            task=settings.task,
-            mlm_probability=settings.mlm_probability,
-        ),
-        Encoding(tokenizer=cast(EncodeTokenizer, tokenizer), train_on_inputs=settings.train_on_inputs),
-        TokenFiles(cache_dir=config.parent / "tokens", rejects_path=config.parent / "rejects.jsonl"),
-        notice=lambda text: None,
-        row_multiple=row_multiple,
-    )
+        )
+
+    def load_data(self, *, row_multiple: int = 1, tokenizer_dir: Path | None = None) -> TrainingData:
+        """The training data of the config, loaded as its run loads it. `row_multiple`: what divides its rows' tokens.
+        `tokenizer_dir`: where another tokenizer is than the base model's."""
+        settings = load_config(self).config
+        assert settings.base_model is not None
+        tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir or settings.base_model)
+        known = tokenizer.get_vocab()  # others would be new tokens, which the model's embedding has no rows for
+        tokenizer.add_special_tokens({k: v for k, v in (settings.special_tokens or {}).items() if v in known})
+        return load_training_data(
+            [DatasetSource(**item.model_dump()) for item in settings.datasets],
+            DataSettings(
+                sequence_len=settings.sequence_len,
+                micro_batch_size=settings.micro_batch_size,
+                gradient_accumulation_steps=settings.gradient_accumulation_steps,
+                packing=settings.sample_packing,
+                shuffle=settings.shuffle,
+                seed=settings.seed,
+                val_set_size=settings.val_set_size,
+                task=settings.task,
+                mlm_probability=settings.mlm_probability,
+            ),
+            Encoding(tokenizer=cast(EncodeTokenizer, tokenizer), train_on_inputs=settings.train_on_inputs),
+            TokenFiles(cache_dir=self.parent / "tokens", rejects_path=self.parent / "rejects.jsonl"),
+            notice=lambda text: None,
+            row_multiple=row_multiple,
+        )

@@ -4,37 +4,20 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM
 
 from ratel_cli.model.files.skeleton import DTYPES
 from tests.e2e.conftest import MakeConfig
-from tests.e2e.runs import (
-    assert_rejected,
-    curve,
-    file_hash,
-    finetune,
-    in_dtype,
-    load_data,
-    metrics,
-    output_of,
-    ratel,
-    recipe_of,
-    run_until_killed,
-    store_of,
-    succeed,
-    succeed_ranks,
-    tree,
-    write_config,
-)
+from tests.e2e.runs import Config, as_json, assert_rejected, file_hash, in_dtype, ratel, tree, works, write_config
+from tests.e2e.trained import assert_trained, in_plain_torch, saved_name
 from tests.engine.architectures import tiny_config
-from tests.reference import Trained, train_in_memory
+from tests.reference import Trained
 from tests.tiers import rotating, thinned
 
 NUM_STEPS = 4
@@ -46,23 +29,13 @@ SAVES: dict[str, object] = {"save_steps": 2, "save_total_limit": 2}
 IN_PEFT: dict[str, object] = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
 
 
-def plain(config: Path, base: Path, **lora: object) -> Trained:
+def plain(config: Config, base: Path, **lora: object) -> Trained:
     """What PEFT trains in plain PyTorch."""
-    data = load_data(config)
-    return train_in_memory(
-        LlamaConfig.from_pretrained(base),
-        load_file(base / "model.safetensors"),
-        [data.step(step) for step in range(NUM_STEPS)],
-        replace(recipe_of(config), lora=tuple({**IN_PEFT, **lora}.items())),
-    )
+    return in_plain_torch(config, base, lora=tuple({**IN_PEFT, **lora}.items()))
 
 
-def adapter_of(config: Path) -> dict[str, torch.Tensor]:
-    return load_file(output_of(config) / "adapter_model.safetensors")
-
-
-def saved_name(name: str) -> str:
-    return "base_model.model." + name.replace("_vector.default.weight", "_vector").replace(".default", "")
+def adapter_of(config: Config) -> dict[str, torch.Tensor]:
+    return load_file(config.output / "adapter_model.safetensors")
 
 
 LORA: dict[str, tuple[dict[str, object], dict[str, object]]] = {
@@ -92,42 +65,23 @@ LORA: dict[str, tuple[dict[str, object], dict[str, object]]] = {
 def test_the_adapter_is_what_peft_trains(make_config: MakeConfig, base: Path, dtype: str, what: str) -> None:
     keys, lora = LORA[what]
     config = make_config(**{**CHANGES, **keys, "dtype": dtype})
-    succeed(config)
-    found, wanted = adapter_of(config), plain(config, base, **lora)
+    config.succeed()
     saved = tuple(f"{name}.weight" for name in keys.get("lora_modules_to_save", ()))  # type: ignore[attr-defined]
-    adapters = {
-        saved_name(name): values if "lora_" in name else values.to(DTYPES[dtype])
-        for name, values in wanted.weights.items()
-        if "lora_" in name or name.endswith(saved)
-    }
-    assert found.keys() == adapters.keys()
-    for name, values in adapters.items():
-        assert found[name].dtype == values.dtype and torch.equal(found[name], values), name
-    assert [line["loss"] for line in metrics(config)] == list(wanted.losses)
-    assert [line["grad_norm"] for line in metrics(config)] == list(wanted.norms)
+    assert_trained(config, plain(config, base, **lora), whole=saved)
 
 
 def test_the_second_matrices_and_the_head_have_other_rates(make_config: MakeConfig, base: Path) -> None:
     """LoRA+, and axolotl's `embedding_lr_scale`: the head does not decay."""
     keys = {**CHANGES, "lora_modules_to_save": ["lm_head"], "weight_decay": 0.1, "learning_rate": 1e-3}
-    rates = {"loraplus_lr_ratio": 16, "embedding_lr_scale": 0.125, "lr_scheduler": "constant", "warmup_ratio": 0}
-    config = make_config(**keys, **rates)
-    succeed(config)
-    data = load_data(config)
-    recipe = replace(
-        recipe_of(config),
-        lora=tuple({**IN_PEFT, "modules_to_save": ["lm_head"]}.items()),
-        group_rates=(("lora_B", 1e-3 * 16), ("^lm_head", 1e-3 * 0.125)),
-        never_decayed="^lm_head",
-    )
-    base_config, weights = LlamaConfig.from_pretrained(base), load_file(base / "model.safetensors")
-    wanted = train_in_memory(base_config, weights, [data.step(step) for step in range(NUM_STEPS)], recipe)
-    for name, values in adapter_of(config).items():
-        assert torch.equal(
-            values, {saved_name(key): each for key, each in wanted.weights.items()}[name].to(values.dtype)
-        )
-    assert_rejected(finetune(config, "max_steps=5", "loraplus_lr_ratio=8"), 2, "loraplus_lr_ratio was 16")
-    assert_rejected(finetune(config, "embedding_lr=1e-5"), 2, "are both set")
+    own = {"loraplus_lr_ratio": 16, "embedding_lr_scale": 0.125, "lr_scheduler": "constant", "warmup_ratio": 0}
+    config = make_config(**keys, **own)
+    config.succeed()
+    lora = tuple({**IN_PEFT, "modules_to_save": ["lm_head"]}.items())
+    rates = (("lora_B", 1e-3 * 16), ("^lm_head", 1e-3 * 0.125))
+    wanted = in_plain_torch(config, base, lora=lora, group_rates=rates, never_decayed="^lm_head")
+    assert_trained(config, wanted, whole=("lm_head.weight",))
+    assert_rejected(config.finetune("max_steps=5", "loraplus_lr_ratio=8"), 2, "loraplus_lr_ratio was 16")
+    assert_rejected(config.finetune("embedding_lr=1e-5"), 2, "are both set")
 
 
 @pytest.mark.parametrize("what", thinned(["lora", "dora"], every=2, offset=1))
@@ -135,9 +89,9 @@ def test_peft_loads_what_is_exported(make_config: MakeConfig, base: Path, what: 
     """Killed in between, too. Of the base nothing is copied or changed."""
     keys = WHOLE if what == "dora" else {}
     config, before = make_config(**CHANGES, **keys), file_hash(base / "model.safetensors")
-    run_until_killed(config, kill_at="commit.written:3")
-    succeed(config)
-    output = output_of(config)
+    config.run_until_killed(kill_at="commit.written:3")
+    config.succeed()
+    output = config.output
     assert file_hash(base / "model.safetensors") == before and not (output / "model.safetensors").exists()
     assert (output / "tokenizer.json").is_file() and not (output / "config.json").exists()
     settings = json.loads((output / "adapter_config.json").read_text())
@@ -148,8 +102,7 @@ def test_peft_loads_what_is_exported(make_config: MakeConfig, base: Path, what: 
     theirs = {saved_name(name): each for name, each in loaded.base_model.model.named_parameters()}
     for name, values in adapter_of(config).items():
         assert torch.equal(theirs[name.replace("lm_head", "lm_head.modules_to_save")], values.float()), name
-    ended = ratel("verify", config)
-    assert ended.code == 0 and "bit for bit" in ended.stdout, ended.stdout + ended.stderr
+    assert "bit for bit" in works("verify", config).stdout
 
 
 KINDS: dict[str, dict[str, object]] = {
@@ -173,12 +126,12 @@ KINDS: dict[str, dict[str, object]] = {
 def test_a_killed_run_ends_with_the_same_adapter(make_config: MakeConfig, point: str, kind: str, dtype: str) -> None:
     changes = {**CHANGES, **KINDS[kind], "dtype": dtype, **SAVES}
     killed, undisturbed = make_config("killed", **changes), make_config("undisturbed", **changes)
-    run_until_killed(killed, kill_at=point)
-    succeed(killed)
-    succeed(undisturbed)
+    killed.run_until_killed(kill_at=point)
+    killed.succeed()
+    undisturbed.succeed()
     found, wanted = adapter_of(killed), adapter_of(undisturbed)
     assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
-    assert curve(killed) == curve(undisturbed)
+    assert killed.curve == undisturbed.curve
 
 
 @pytest.mark.full
@@ -187,75 +140,83 @@ def test_an_adapter_comes_back_from_a_snapshot(make_config: MakeConfig, kind: st
     """Of the frozen base, too, the snapshot has all that a run needs."""
     storage = {"engine": "threads", "snapshot": {"path": str(tmp_path / "snapshot"), "every": 1}}
     config = make_config(**{**CHANGES, **KINDS[kind], "storage": storage})
-    succeed(config)
+    config.succeed()
     wanted = adapter_of(config)
-    store_of(config).unlink()
-    ended = ratel("restore", config)
-    assert ended.code == 0, ended.stderr
-    assert ratel("export", config, "-o", tmp_path / "restored").code == 0
+    config.store.unlink()
+    works("restore", config)
+    works("export", config, "-o", tmp_path / "restored")
     found = load_file(tmp_path / "restored" / "adapter_model.safetensors")
     assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
-    succeed(config, f"max_steps={NUM_STEPS + 1}")
+    config.succeed(f"max_steps={NUM_STEPS + 1}")
+
+
+def assert_same_without_its_store(config: Config, rows: Path) -> None:
+    """The exported adapter on its base has the loss of the store, says the same, and can be loaded."""
+    losses, texts = [], []
+    for _ in range(2):
+        losses.append(as_json("eval", config.output, rows)["loss"])
+        texts.append(works("generate", config.output, "Which number is 0?", "--max-new-tokens", 5).stdout)
+        works("clean", config.output, "--store", "--yes")
+        assert "loads: " in works("verify", config.output).stdout
+    assert losses[0] == losses[1] and texts[0] == texts[1]
+
+
+QUANTISED = (
+    {},
+    {"load_in_4bit": True},
+    {"load_in_4bit": True, "bnb_4bit_use_double_quant": False},
+    {"load_in_8bit": True},
+)
 
 
 @pytest.mark.full
-def test_a_run_is_asked_with_its_store_and_without(make_config: MakeConfig, rows: Path) -> None:
-    """The exported adapter on its base has the loss of the store, and says the same."""
-    config = make_config(**CHANGES)
-    succeed(config)
-    arguments = (rows, "--json")
-    losses, texts = [], []
-    for _ in range(2):
-        ended = ratel("eval", output_of(config), *arguments)
-        assert ended.code == 0, ended.stderr
-        losses.append(json.loads(ended.stdout)["loss"])
-        ended = ratel("generate", output_of(config), "Which number is 0?", "--max-new-tokens", 5)
-        assert ended.code == 0, ended.stderr
-        texts.append(ended.stdout)
-        assert ratel("clean", output_of(config), "--store", "--yes").code == 0
-        ended = ratel("verify", output_of(config))
-        assert ended.code == 0 and "loads: LlamaForCausalLM" in ended.stdout, ended.stderr
-    assert losses[0] == losses[1] and texts[0] == texts[1]
+@pytest.mark.parametrize("keys", QUANTISED, ids=["16 bit", "nf4 double", "nf4", "int8"])
+def test_a_run_is_asked_with_its_store_and_without(
+    make_config: MakeConfig, rows: Path, keys: dict[str, object]
+) -> None:
+    config = make_config(**CHANGES, **keys)
+    config.succeed()
+    assert_same_without_its_store(config, rows)
 
 
 @pytest.mark.full
 def test_a_run_goes_on_with_the_same_adapter_alone(make_config: MakeConfig, rows: Path) -> None:
     config, whole = make_config(**{**CHANGES, "max_steps": 2}), make_config("whole", **CHANGES)
-    succeed(config)
-    succeed(whole)
-    ended = finetune(config, "lora_alpha=16", f"max_steps={NUM_STEPS}")
+    config.succeed()
+    whole.succeed()
+    ended = config.finetune("lora_alpha=16", f"max_steps={NUM_STEPS}")
     assert_rejected(ended, 2, "which has other settings: lora_alpha was 8, is now 16")
     for key, value in (("lora_r", 8), ("lora_alpha", 16), ("lora_dropout", 0.5), ("peft_use_rslora", True)):
         other = make_config(f"other {key}", **{**CHANGES, key: value})
-        assert_rejected(finetune(other, "--from", str(output_of(config))), 2, f"{key} was ", f"is now {value}")
+        assert_rejected(other.finetune("--from", str(config.output)), 2, f"{key} was ", f"is now {value}")
     assert_rejected(ratel("eval", config, rows, "lora_alpha=800"), 2, "was made for another model")
-    succeed(config, "max_steps=3", "lora_target_linear=true")
-    succeed(config, f"max_steps={NUM_STEPS}", "lr_scheduler=constant", "--resume", "no", "--overwrite-store")
+    config.succeed("max_steps=3", "lora_target_linear=true")
+    config.succeed(f"max_steps={NUM_STEPS}", "lr_scheduler=constant", "--resume", "no", "--overwrite-store")
     started = make_config("started", **{**CHANGES, "max_steps": 6})
-    succeed(started, "--from", str(output_of(whole)))
-    assert metrics(started)[0]["step"] == NUM_STEPS + 1
+    started.succeed("--from", str(whole.output))
+    assert started.metrics[0]["step"] == NUM_STEPS + 1
 
 
 @pytest.mark.full
 def test_the_plan_is_what_a_step_moves(make_config: MakeConfig) -> None:
     """Only the adapter's state is written. (Where the base does not stay in RAM it is read: tests/engine.)"""
     config = make_config(**CHANGES)
-    succeed(config)
-    plan = json.loads(ratel("plan", config, "--json").stdout)
+    config.succeed()
+    plan = as_json("plan", config)
     assert plan["model"]["num_trained_parameters"] < plan["model"]["num_parameters"] / 4
     # What a step writes may be counted with the next one. To the byte it is compared in tests/engine.
-    written = sum(line["nvme_written_bytes"] for line in metrics(config))
-    num_writes = NUM_STEPS + sum(line["clipped"] for line in metrics(config))  # speculation may write a step twice
+    written = sum(line["nvme_written_bytes"] for line in config.metrics)
+    num_writes = NUM_STEPS + sum(line["clipped"] for line in config.metrics)  # speculation may write a step twice
     assert 0 < written <= num_writes * plan["traffic"]["nvme_written_bytes"]
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_ranks_train_one_adapter(make_config: MakeConfig, ranks: int) -> None:
-    config = make_config("ranks", **CHANGES)
-    alone = make_config("alone", **CHANGES, gradient_accumulation_steps=2 * ranks)
-    succeed_ranks(config, ranks)
-    succeed(alone)
+@pytest.mark.parametrize(("ranks", "keys"), [(2, {}), (3, {}), (2, QUANTISED[1])], ids=["2", "3", "nf4 double"])
+def test_ranks_train_one_adapter(make_config: MakeConfig, ranks: int, keys: dict[str, object]) -> None:
+    config = make_config("ranks", **CHANGES, **keys)
+    alone = make_config("alone", **CHANGES, **keys, gradient_accumulation_steps=2 * ranks)
+    config.succeed_ranks(ranks)
+    alone.succeed()
     found, wanted = adapter_of(config), adapter_of(alone)
     for name, values in wanted.items():
         torch.testing.assert_close(found[name], values, rtol=1e-3, atol=1e-5)
@@ -272,15 +233,11 @@ def test_ranks_train_one_adapter(make_config: MakeConfig, ranks: int) -> None:
         ({"lora_target_modules": ["embed_tokens"]}, "embedding and head can have no adapter"),
         ({"lora_target_modules": ["embed_tokens"], "lora_target_linear": True}, "embed_tokens: no linear layer"),
         ({"lora_modules_to_save": ["score"]}, "lora_modules_to_save: score: no module of the model with weights"),
-        ({"unfrozen_parameters": ["lm_head"]}, "`adapter` and `unfrozen_parameters` are both set"),
-        ({"random_init": True}, "`adapter` and `random_init` are both set"),
-        ({"data_type": "latents"}, "`adapter` is not for datasets of `type: latents`"),
-        ({"data_type": "classification"}, "the new head of a classifier must be trained"),
     ],
 )
 def test_adapters_that_cannot_be(make_config: MakeConfig, keys: dict[str, object], message: str) -> None:
     config = make_config(**{**CHANGES, **keys})
-    assert_rejected(finetune(config), 2, message)
+    assert_rejected(config.finetune(), 2, message)
 
 
 @pytest.mark.parametrize(
@@ -300,13 +257,12 @@ def test_merging_has_the_bits_of_peft(
     """In the dtype of the base model's files, whatever the run has computed in."""
     own, merged = in_dtype(base, of_files), tmp_path / "merged"
     config = make_config(**{**CHANGES, **KINDS[kind], "dtype": dtype, "base": own, **SAVES})
-    succeed(config)
-    ended = ratel("merge", config, "-o", merged)
-    assert ended.code == 0 and f"merged step {NUM_STEPS} to" in ended.stderr, ended.stderr
-    assert_merged_by_peft(merged, own, output_of(config), tmp_path)
+    config.succeed()
+    assert f"merged step {NUM_STEPS} to" in works("merge", config, "-o", merged).stderr
+    assert_merged_by_peft(merged, own, config.output, tmp_path)
     assert "adapter" not in (merged / "README.md").read_text().partition("## Settings")[0]
-    assert ratel("verify", merged).code == 0
-    assert ratel("merge", config, "--step", 2, "-o", tmp_path / "earlier").code == 0
+    works("verify", merged)
+    works("merge", config, "--step", 2, "-o", tmp_path / "earlier")
     assert file_hash(next(merged.glob("*.safetensors"))) != file_hash(
         next((tmp_path / "earlier").glob("*.safetensors"))
     )
@@ -351,8 +307,8 @@ def test_adapters_of_experts_are_loaded_and_merged_as_by_peft(
         shutil.copy(base / name, own)
     changes = {**CHANGES, **keys, "peft_init_lora_weights": False, "sequence_len": 16, "dtype": dtype}
     config = write_config(tmp_path, base=own, rows=rows, **changes)
-    succeed(config)
-    loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(own, dtype="auto"), output_of(config))
+    config.succeed()
+    loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(own, dtype="auto"), config.output)
     theirs = {saved_name(name): each for name, each in loaded.base_model.model.named_parameters()}
     adapter = adapter_of(config)
     assert any("experts" in name for name in adapter)
@@ -362,39 +318,38 @@ def test_adapters_of_experts_are_loaded_and_merged_as_by_peft(
     )
     for name, values in adapter.items():
         assert torch.equal(theirs[name], values), name
-    ended = ratel("merge", config, "-o", tmp_path / "merged")
-    assert ended.code == 0, ended.stderr
+    works("merge", config, "-o", tmp_path / "merged")
     wanted = loaded.merge_and_unload()
     found = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="auto").state_dict()
     is_merged = [name for name, values in wanted.state_dict().items() if "experts" in name and values.dim() == 3]
     assert is_merged
     for name, values in wanted.state_dict().items():
         assert torch.equal(found[name], values), name
-    assert ratel("verify", config).code == 0
+    works("verify", config)
 
 
 @pytest.mark.full
-def test_what_cannot_be_merged(make_config: MakeConfig, plain_run: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_merged(make_config: MakeConfig, plain_run: Config, tmp_path: Path) -> None:
     assert_rejected(ratel("merge", plain_run, "-o", tmp_path / "merged"), 2, "this run trains no adapter")
     config = make_config(**CHANGES)
-    succeed(config)
-    before = tree(output_of(config))
-    assert_rejected(ratel("merge", config, "-o", output_of(config)), 2, "contains the adapter")
-    whole = finetune(make_config("whole"), "--from", str(output_of(config)))
+    config.succeed()
+    before = tree(config.output)
+    assert_rejected(ratel("merge", config, "-o", config.output), 2, "contains the adapter")
+    whole = make_config("whole").finetune("--from", str(config.output))
     assert_rejected(whole, 2, "that run trains another model: adapter was lora, is now not set")
-    assert f"`ratel merge {output_of(config)} -o DIR`" in whole.stderr
+    assert f"`ratel merge {config.output} -o DIR`" in whole.stderr
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "model.safetensors").write_text("mine")
     assert_rejected(ratel("merge", config, "-o", tmp_path / "mine"), 2, "-o")
     assert (tmp_path / "mine" / "model.safetensors").read_text() == "mine"
-    assert tree(output_of(config)) == before
+    assert tree(config.output) == before
 
 
 @pytest.mark.full
 def test_a_merge_beyond_float16_is_refused(make_config: MakeConfig, base: Path, tmp_path: Path) -> None:
     keys = {"lora_target_modules": ["q_proj"], "lora_alpha": 10**8, "peft_init_lora_weights": False, "max_steps": 1}
     config = make_config(**{**CHANGES, **keys, "dtype": "bfloat16", "base": in_dtype(base, "float16")})
-    succeed(config)
+    config.succeed()
     ended = ratel("merge", config, "-o", tmp_path / "merged")
     assert_rejected(ended, 5, "q_proj.weight cannot be exported")
     assert "merge with PEFT into the base model in bfloat16" in ended.stderr
@@ -403,7 +358,7 @@ def test_a_merge_beyond_float16_is_refused(make_config: MakeConfig, base: Path, 
 
 def test_the_card_says_how_to_load_it(make_config: MakeConfig) -> None:
     config = make_config(**CHANGES)
-    assert "load it with PEFT's from_pretrained" in succeed(config)
-    text = (output_of(config) / "README.md").read_text()
+    assert "load it with PEFT's from_pretrained" in config.succeed()
+    text = (config.output / "README.md").read_text()
     assert "library_name: peft" in text and "A LoRA adapter of " in text and "lora_r: 4" in text
     assert 'AutoPeftModelForCausalLM.from_pretrained("."' in text

@@ -29,7 +29,8 @@ from ratel_cli.io.queue import open_queue
 from ratel_cli.sizes import PAGE_BYTES
 from ratel_cli.store.store import Store
 from scripts.families import TABLE, Refused, finetune, recipe_of, save_base, train_plain, training_rows
-from tests.e2e.runs import DTYPES, file_hash, metrics, output_of, ratel, store_of
+from tests.e2e.runs import DTYPES, Config, file_hash, ratel, works
+from tests.e2e.trained import saved_name
 from tests.reference import Recipe, Trained
 from tests.tiers import pairwise, sample
 
@@ -158,10 +159,6 @@ def trained_by_peft(
     return train_plain(base, replace(recipe, lora=words, group_rates=rates), num_micro_batches=num_micro_batches)
 
 
-def saved_name(name: str) -> str:
-    return "base_model.model." + name.replace("_vector.default.weight", "_vector").replace(".default", "")
-
-
 def logits_of(model: nn.Module) -> torch.Tensor:
     with torch.no_grad():
         found: torch.Tensor = model.eval()(input_ids=torch.tensor(training_rows()[:2]), use_cache=False).logits
@@ -185,8 +182,8 @@ def assert_is_what_peft_trains(
     recipe = replace(recipe_of(base, dtype), max_grad_norm=max_grad_norm)
     directory = tmp_path / "run"
     keys = finetuned(base, directory, recipe, num_micro_batches, keys)
-    config = directory / "run.yaml"
-    output = output_of(config)
+    config = Config(directory / "run.yaml")
+    output = config.output
 
     excluded = json.loads((output / "adapter_config.json").read_text())["exclude_modules"]
     assert (excluded is not None) == (family in WITH_VISION or kind == "a module whole"), excluded
@@ -203,13 +200,13 @@ def assert_is_what_peft_trains(
     ]
     assert different == []
     assert not any(word in name for name in found for word in ("vision", "image", "audio"))
-    assert [line["loss"] for line in metrics(config)] == list(wanted.losses)
-    assert [line["grad_norm"] for line in metrics(config)] == list(wanted.norms)
+    assert [line["loss"] for line in config.metrics] == list(wanted.losses)
+    assert [line["grad_norm"] for line in config.metrics] == list(wanted.norms)
 
     assert file_hash(base / "model.safetensors") == before
-    written = sum(line["nvme_written_bytes"] for line in metrics(config))
+    written = sum(line["nvme_written_bytes"] for line in config.metrics)
     # Each commit has a page of its own. What is updated before clipping is certain is written again then.
-    num_writes = NUM_STEPS + sum(line["clipped"] for line in metrics(config))
+    num_writes = NUM_STEPS + sum(line["clipped"] for line in config.metrics)
     assert 0 < written <= num_writes * (trained_bytes(config) + PAGE_BYTES)
 
     if family in LOST_BY_PEFT:
@@ -218,8 +215,7 @@ def assert_is_what_peft_trains(
         return
     loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype=DTYPES[dtype]), output)
     assert torch.equal(logits_of(loaded), logits_of(as_peft_has_it(base, dtype, lora, wanted)))
-    ended = ratel("verify", config)
-    assert ended.code == 0 and "bit for bit" in ended.stdout, ended.stdout + ended.stderr
+    assert "bit for bit" in works("verify", config).stdout
 
 
 @pytest.mark.full
@@ -229,11 +225,11 @@ def test_a_buffer_of_a_layer_with_an_adapter_is_that_of_the_files(tmp_path: Path
     assert_is_what_peft_trains(tmp_path, "glm4_moe_lite", "lora", "float32", 1, None)
 
 
-def trained_bytes(config: Path) -> int:
+def trained_bytes(config: Config) -> int:
     """What the store has of all blocks that are trained."""
     with (
         open_queue("threads", notice=pytest.fail) as queue,
-        Store.open([store_of(config).parent], queue=queue, identity=None) as store,
+        Store.open([config.store.parent], queue=queue, identity=None) as store,
     ):
         blocks = [each for each in store.current().blocks if "frozen" not in [of.name for of in each.record.fields]]
         assert 0 < len(blocks) < len(store.blocks)

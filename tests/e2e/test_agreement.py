@@ -28,7 +28,7 @@ from scripts.list_messages import Message, messages_in, package_sources
 from tests.config.test_rejections import blocks
 from tests.e2e.conftest import MakeConfig
 from tests.e2e.preferences import keys_of, pairs, recipe, write
-from tests.e2e.runs import Ended, assert_rejected, file_hash, output_of, ratel, store_of, succeed
+from tests.e2e.runs import Config, Ended, assert_rejected, file_hash, ratel, works
 from tests.model.tiny import file_size_limit
 from tests.tiers import sample
 
@@ -45,10 +45,10 @@ class Scene:
     resources: ExitStack
     small_disk: Callable[[], Path]
 
-    def run(self, **changes: object) -> Path:
+    def run(self, **changes: object) -> Config:
         """The config of a finished run of one step."""
         config = self.make(**{"max_steps": 1, **changes})
-        succeed(config)
+        config.succeed()
         return config
 
     def copied_base(self) -> Path:
@@ -112,7 +112,7 @@ def in_run(change: Callable[[Path], None]) -> Callable[[Scene], Asked]:
 
     def prepare(scene: Scene) -> Asked:
         config = scene.run()
-        change(output_of(config))
+        change(config.output)
         return config, ["max_steps=2"]
 
     return prepare
@@ -155,31 +155,31 @@ def metrics_is_a_link(output: Path) -> None:
 
 def trace_of_the_user(scene: Scene) -> Asked:
     config = scene.run()
-    (output_of(config) / "run" / "trace.json").write_text("mine")
+    (config.output / "run" / "trace.json").write_text("mine")
     return config, ["trace=true", "max_steps=2"]
 
 
 def output_is_an_export(scene: Scene) -> Asked:
     config, exported = scene.run(), scene.directory / "exported"
-    assert ratel("export", config, "-o", exported).code == 0
+    works("export", config, "-o", exported)
     return scene.make("other", output_dir=str(exported)), []
 
 
 def copied_run(scene: Scene) -> Asked:
     config = scene.run()
-    shutil.copytree(output_of(config), scene.directory / "run" / "copied")
+    shutil.copytree(config.output, scene.directory / "run" / "copied")
     return scene.directory / "run" / "copied", ["max_steps=2"]
 
 
 def lost_store(scene: Scene) -> Asked:
     config = scene.run()
-    store_of(config).unlink()
+    config.store.unlink()
     return config, ["max_steps=2"]
 
 
 def store_in_use(scene: Scene) -> Asked:
     config = scene.run()
-    scene.resources.enter_context(StoreLock([store_of(config).parent], create=False, wait_seconds=0))
+    scene.resources.enter_context(StoreLock([config.store.parent], create=False, wait_seconds=0))
     real = StoreLock
 
     def lock(
@@ -193,14 +193,14 @@ def store_in_use(scene: Scene) -> Asked:
 
 def store_is_a_folder(scene: Scene) -> Asked:
     config = scene.make()
-    store_of(config).mkdir(parents=True)
+    config.store.mkdir(parents=True)
     return config, []
 
 
 def store_is_short(scene: Scene) -> Asked:
     config = scene.run()
-    with store_of(config).open("r+b") as file:
-        file.truncate(store_of(config).stat().st_size // 2)
+    with config.store.open("r+b") as file:
+        file.truncate(config.store.stat().st_size // 2)
     return config, ["max_steps=2"]
 
 
@@ -223,19 +223,19 @@ def other_reference(scene: Scene) -> Asked:
 
 def snapshot_of_other(scene: Scene) -> Asked:
     snapshot = {"path": str(scene.directory / "snapshot"), "every": 1}
-    succeed(scene.make("one", max_steps=1, storage={"engine": "threads", "snapshot": snapshot}))
+    scene.make("one", max_steps=1, storage={"engine": "threads", "snapshot": snapshot}).succeed()
     return scene.make("two", storage={"engine": "threads", "snapshot": snapshot}), []
 
 
 def snapshot_over_store(scene: Scene) -> Asked:
-    snapshot = {"path": str(store_of(scene.run()).parent), "every": 1}
+    snapshot = {"path": str(scene.run().store.parent), "every": 1}
     return scene.make("two", storage={"engine": "threads", "snapshot": snapshot}), []
 
 
 def snapshot_without_store(scene: Scene) -> Asked:
     snapshot = {"path": str(scene.directory / "snapshot"), "every": 1}
     config = scene.run(storage={"engine": "threads", "snapshot": snapshot})
-    store_of(config).unlink()
+    config.store.unlink()
     return config, ["max_steps=2"]
 
 
@@ -313,7 +313,7 @@ CASES = (
     Case(message="but a run would write a file of that name", code=2, prepare=in_run(metrics_is_a_link)),
     Case(message="{shown} would be replaced, but Ratel did not write it", code=2, prepare=trace_of_the_user),
     Case(message="it cannot be changed for the run in", code=2,
-         prepare=lambda scene: (output_of(scene.run()), ["output_dir=other"])),
+         prepare=lambda scene: (scene.run().output, ["output_dir=other"])),
     # The model and its small files, which an export needs.
     Case(message="the tokenizer's {name}", code=2, prepare=end_is_beyond_the_embedding),
     Case(message="{directory}: no usable tokenizer: {first_line(error)}", code=2,
@@ -541,8 +541,8 @@ def test_every_refusal_has_a_case() -> None:
 
 def test_a_folder_that_no_export_replaces_is_reported_before_the_first_step(make_config: MakeConfig) -> None:
     config = make_config()
-    (output_of(config) / "model.safetensors").mkdir(parents=True)
+    (config.output / "model.safetensors").mkdir(parents=True)
     for arguments in (["--dry-run"], []):
         ended = ratel("finetune", config, "--overwrite", *arguments)
         assert_rejected(ended, 2, "model.safetensors is a directory, but a file of the model has that name")
-    assert not store_of(config).exists()
+    assert not config.store.exists()

@@ -10,20 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.conftest import MakeConfig
-from tests.e2e.runs import (
-    assert_rejected,
-    assert_same_result,
-    export_hash,
-    file_hash,
-    finetune,
-    output_of,
-    ratel,
-    run_until_killed,
-    store_of,
-    succeed,
-    succeed_ranks,
-    write_config,
-)
+from tests.e2e.runs import Config, as_json, assert_rejected, file_hash, ratel, works, write_config
 
 CHANGES: Mapping[str, object] = {
     "max_steps": 18,
@@ -36,28 +23,28 @@ CHANGES: Mapping[str, object] = {
 }
 
 
-def evaluations(config: Path) -> dict[int, float]:
-    lines = (output_of(config) / "run" / "metrics.jsonl").read_text().splitlines()
+def evaluations(config: Config) -> dict[int, float]:
+    lines = (config.output / "run" / "metrics.jsonl").read_text().splitlines()
     steps = [json.loads(line) for line in lines]
     assert len({each["step"] for each in steps}) == len(steps), "each step has one line"
     return {each["step"]: each["eval_loss"] for each in steps if each.get("eval_loss") is not None}
 
 
-def status(config: Path) -> dict[str, object]:
-    [row] = json.loads(ratel("status", output_of(config), "--json").stdout)["runs"]
+def status(config: Config) -> dict[str, object]:
+    [row] = as_json("status", config.output)["runs"]
     assert isinstance(row, dict)
     return row
 
 
 @pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory, base: Path, rows: Path) -> tuple[Path, str]:
+def ended(tmp_path_factory: pytest.TempPathFactory, base: Path, rows: Path) -> tuple[Config, str]:
     config = write_config(tmp_path_factory.mktemp("ended"), base=base, rows=rows, **CHANGES)
-    return config, succeed(config)
+    return config, config.succeed()
 
 
 @pytest.mark.full
 def test_the_best_step_is_exported_and_the_run_ends_early(
-    ended: tuple[Path, str], make_config: MakeConfig, tmp_path: Path
+    ended: tuple[Config, str], make_config: MakeConfig, tmp_path: Path
 ) -> None:
     config, err = ended
     losses = evaluations(config)
@@ -71,10 +58,10 @@ def test_the_best_step_is_exported_and_the_run_ends_early(
     assert f"exported the model of step {best}, the best, to " in err
     row = status(config)
     assert (row["state"], row["step"], row["best_step"], row["ended_early"]) == ("finished", last, best, True)
-    shown = ratel("status", output_of(config)).stdout
+    shown = ratel("status", config.output).stdout
     assert "finished early" in shown and f"{last}/18, epoch 3/3, best {best}" in shown
-    assert ratel("report", output_of(config)).code == 0
-    page = (output_of(config) / "run" / "report.html").read_text()
+    works("report", config.output)
+    page = (config.output / "run" / "report.html").read_text()
     assert f"It ended early, since its evaluations did not get better. The best step is {best}." in page
     shorter = make_config(
         **{
@@ -85,28 +72,26 @@ def test_the_best_step_is_exported_and_the_run_ends_early(
             "early_stopping_patience": None,
         }
     )
-    succeed(shorter)
-    assert export_hash(config) == export_hash(shorter)
+    shorter.succeed()
+    assert config.export_hash == shorter.export_hash
     for arguments, is_best in (((), True), (("--step", str(last)), False)):
         directory = tmp_path / f"export-{len(arguments)}"
-        assert ratel("export", output_of(config), "-o", directory, *arguments).code == 0
-        assert (file_hash(directory / "model.safetensors") == export_hash(shorter)) is is_best
-    assert ratel("verify", output_of(config)).code == 0
-    assert ratel("export", output_of(config), "-o", tmp_path / "x", "--step", str(best - 2)).code == 2, (
-        "it is not saved"
-    )
+        works("export", config.output, "-o", directory, *arguments)
+        assert (file_hash(directory / "model.safetensors") == shorter.export_hash) is is_best
+    works("verify", config.output)
+    assert ratel("export", config.output, "-o", tmp_path / "x", "--step", str(best - 2)).code == 2, "it is not saved"
 
 
 @pytest.mark.full
 def test_a_run_that_ended_early_stays_so_and_goes_on_with_more_patience(make_config: MakeConfig) -> None:
     config = make_config(**CHANGES)
-    first = succeed(config)
+    first = config.succeed()
     losses = evaluations(config)
-    again = succeed(config)
+    again = config.succeed()
     line = next(line for line in first.splitlines() if line.startswith("ended early"))
     assert line in again and evaluations(config) == losses
     assert status(config)["state"] == "finished"
-    succeed(config, "early_stopping_patience=null")
+    config.succeed("early_stopping_patience=null")
     assert max(evaluations(config)) == 18 and status(config)["ended_early"] is False
 
 
@@ -115,15 +100,15 @@ def test_a_run_that_ended_early_stays_so_and_goes_on_with_more_patience(make_con
     "point", ["commit.published:5", "commit.published:11", "manifest.published:6", "commit.synced:7"]
 )
 def test_a_run_that_is_killed_ends_with_the_same_best_step(
-    ended: tuple[Path, str], make_config: MakeConfig, point: str
+    ended: tuple[Config, str], make_config: MakeConfig, point: str
 ) -> None:
     """Among others between the commit of a step and its evaluation."""
     config = make_config(**CHANGES)
-    run_until_killed(config, kill_at=point)
-    err = succeed(config)
+    config.run_until_killed(kill_at=point)
+    err = config.succeed()
     whole, whole_err = ended
     assert evaluations(config) == evaluations(whole)
-    assert_same_result(config, whole)
+    config.assert_same_result(whole)
     line = next(line for line in whole_err.splitlines() if line.startswith("ended early"))
     assert line in err
 
@@ -132,10 +117,10 @@ def test_a_run_that_is_killed_ends_with_the_same_best_step(
 def test_ranks_end_together(make_config: MakeConfig) -> None:
     """Also if one of them has lost what it knew of the evaluations."""
     config = make_config(**{**CHANGES, "learning_rate": 0.3, "early_stopping_patience": 1})
-    first = succeed_ranks(config, 2)
+    first = config.succeed_ranks(2)
     line = next(line for line in first.splitlines() if line.startswith("ended early"))
-    (output_of(config) / "run" / "ranks" / "1" / "run" / "metrics.jsonl").unlink()
-    assert line in succeed_ranks(config, 2)
+    (config.output / "run" / "ranks" / "1" / "run" / "metrics.jsonl").unlink()
+    assert line in config.succeed_ranks(2)
 
 
 def test_a_run_whose_best_step_is_lost_ends_with_the_best_that_is_saved(
@@ -147,32 +132,31 @@ def test_a_run_whose_best_step_is_lost_ends_with_the_best_that_is_saved(
     config = make_config(
         **{**CHANGES, "max_steps": 10, "early_stopping_patience": None, "storage": storage, "greater_is_better": True}
     )
-    succeed(config)
+    config.succeed()
     losses = evaluations(config)
     best = max(losses, key=lambda step: losses[step])
-    shutil.rmtree(store_of(config).parent)
-    ended = ratel("restore", config)
-    assert ended.code == 0
-    [row] = json.loads(ratel("status", output_of(config), "--json").stdout)["runs"]
+    shutil.rmtree(config.store.parent)
+    works("restore", config)
+    [row] = as_json("status", config.output)["runs"]
     restored = row["step"]
     assert best < restored <= 10, losses
-    err = succeed(config)
+    err = config.succeed()
     assert evaluations(config) == losses
     left = [step for step in losses if step >= restored]
     saved = max(left, key=lambda step: losses[step])
     found = f"step {restored} is the best that is" if restored in losses else "no evaluated step is"
     assert f"warning: step {best} has the best evaluation, but is not saved any more; {found}" in err
     assert f"exported the model of step {saved}, the best that is saved, to " in err
-    assert json.loads((output_of(config) / "run" / "run.json").read_text())["exported_step"] == saved
+    assert json.loads((config.output / "run" / "run.json").read_text())["exported_step"] == saved
     assert status(config)["state"] == "finished"
-    assert ratel("export", output_of(config), "-o", tmp_path / "export").code == 0
-    assert file_hash(tmp_path / "export" / "model.safetensors") == export_hash(config)
+    works("export", config.output, "-o", tmp_path / "export")
+    assert file_hash(tmp_path / "export" / "model.safetensors") == config.export_hash
 
 
 @pytest.mark.full
 def test_without_a_rule_the_last_step_is_exported(make_config: MakeConfig) -> None:
     config = make_config(**{**CHANGES, "load_best_model_at_end": False, "max_steps": 6})
-    succeed(config)
+    config.succeed()
     row = status(config)
     assert (row["state"], row["best_step"] in (2, 4, 6)) == ("finished", True)
 
@@ -180,8 +164,8 @@ def test_without_a_rule_the_last_step_is_exported(make_config: MakeConfig) -> No
 @pytest.mark.full
 def test_a_store_without_space_for_the_best_step(make_config: MakeConfig) -> None:
     config = make_config(**{**CHANGES, "load_best_model_at_end": False, "max_steps": 2})
-    succeed(config)
-    ended = finetune(config, "load_best_model_at_end=true")
+    config.succeed()
+    ended = config.finetune("load_best_model_at_end=true")
     assert ended.code == 2 and "the store has space for 0 saved generations" in ended.stderr
     assert "remove save_steps, load_best_model_at_end or storage.snapshot" in ended.stderr
 
@@ -190,8 +174,8 @@ def test_a_store_without_space_for_the_best_step(make_config: MakeConfig) -> Non
 def test_a_changed_bit_in_the_metrics_chooses_no_other_step(make_config: MakeConfig, tmp_path: Path) -> None:
     """The line of the best step is damaged: an export names the line, and a run that resumes keeps what follows it."""
     config = make_config(**{**CHANGES, "max_steps": 6, "early_stopping_patience": None, "learning_rate": 1e-4})
-    succeed(config)
-    path = output_of(config) / "run" / "metrics.jsonl"
+    config.succeed()
+    path = config.output / "run" / "metrics.jsonl"
     losses = evaluations(config)
     best = min(losses, key=lambda step: losses[step])
     lines = path.read_bytes().splitlines(keepends=True)
@@ -203,11 +187,11 @@ def test_a_changed_bit_in_the_metrics_chooses_no_other_step(make_config: MakeCon
     ended = ratel("export", config, "-o", tmp_path / "export")
     assert_rejected(ended, 4, f"{path}: 1 damaged line: the best step is not known")
     assert "--step STEP" in ended.stderr and not (tmp_path / "export").exists()
-    assert ratel("export", config, "-o", tmp_path / "export", "--step", str(best)).code == 0
-    assert file_hash(tmp_path / "export" / "model.safetensors") == export_hash(config)
-    assert_rejected(finetune(config, "max_steps=7"), 4, f"{path}: 1 damaged line: the best step is not known")
+    works("export", config, "-o", tmp_path / "export", "--step", str(best))
+    assert file_hash(tmp_path / "export" / "model.safetensors") == config.export_hash
+    assert_rejected(config.finetune("max_steps=7"), 4, f"{path}: 1 damaged line: the best step is not known")
     without = ("max_steps=7", "load_best_model_at_end=false")
-    assert f"{path}:{best}: 1 damaged line" in succeed(config, *without)
+    assert f"{path}:{best}: 1 damaged line" in config.succeed(*without)
     assert path.read_bytes().startswith(damaged) and len(path.read_bytes().splitlines()) == 7
 
 
@@ -215,8 +199,8 @@ def test_an_evaluation_that_a_kill_took_is_made_up_for(make_config: MakeConfig) 
     """Also where no evaluation decides anything."""
     changes = {**CHANGES, "max_steps": 4, "load_best_model_at_end": False, "early_stopping_patience": None}
     undisturbed, config = make_config("undisturbed", **changes), make_config(**changes)
-    succeed(undisturbed)
-    run_until_killed(config, kill_at="commit.published:3")  # the first is that of the import
+    undisturbed.succeed()
+    config.run_until_killed(kill_at="commit.published:3")  # the first is that of the import
     assert list(evaluations(config)) == []
-    succeed(config)
+    config.succeed()
     assert evaluations(config) == evaluations(undisturbed) != {}

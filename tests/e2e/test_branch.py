@@ -17,21 +17,7 @@ from transformers import LlamaConfig
 
 from ratel_cli.config.load import load_config
 from tests.e2e.conftest import MakeConfig
-from tests.e2e.runs import (
-    assert_rejected,
-    assert_same_result,
-    curve,
-    exported,
-    file_hash,
-    finetune,
-    load_data,
-    metrics,
-    output_of,
-    ratel,
-    run_until_killed,
-    store_of,
-    succeed,
-)
+from tests.e2e.runs import Config, assert_rejected, file_hash, works
 from tests.e2e.trained import LORA_IN_PEFT, TRAINED, WHOLE_OR_ADAPTER, OfEach, run_of_each
 from tests.reference import Recipe, train_in_memory
 from tests.tiers import rotating, sample
@@ -46,15 +32,15 @@ def source_of(tmp_path_factory: pytest.TempPathFactory, base: Path, rows: Path) 
 
 
 @pytest.fixture
-def source(source_of: OfEach) -> Path:
+def source(source_of: OfEach) -> Config:
     """The config of such a run of all weights. Tests must not change it."""
     return source_of("all weights")
 
 
-def trained_in_memory(source: Path, branch: Path, base: Path, *, step: int, num_steps: int) -> list[torch.Tensor]:
+def trained_in_memory(source: Config, branch: Config, base: Path, *, step: int, num_steps: int) -> list[torch.Tensor]:
     """The weights of plain PyTorch: `source` up to `step`, and `branch` after it; sorted by name."""
     before, after = (load_config(config).config for config in (source, branch))
-    steps = [load_data(source if index < step else branch).step(index) for index in range(num_steps)]
+    steps = [(source if index < step else branch).load_data().step(index) for index in range(num_steps)]
     recipe = Recipe(
         dtype=getattr(torch, before.dtype),
         learning_rates=tuple((before if index < step else after).learning_rate for index in range(num_steps)),
@@ -70,8 +56,8 @@ def trained_in_memory(source: Path, branch: Path, base: Path, *, step: int, num_
     return [trained[name].to(recipe.dtype) for name in sorted(trained)]
 
 
-def weights_of(config: Path) -> list[torch.Tensor]:
-    weights = exported(config)
+def weights_of(config: Config) -> list[torch.Tensor]:
+    weights = config.exported
     return [weights[name] for name in sorted(weights)]
 
 
@@ -87,15 +73,15 @@ def test_another_rate_batch_and_length_from_a_saved_step(
 ) -> None:
     """Moments and the number of updates are those of the other run, which is left as it was."""
     source, keys = source_of(what), {**TRAINED[what], "learning_rate": 0.003, "gradient_accumulation_steps": 3}
-    before = file_hash(store_of(source))
+    before = file_hash(source.store)
     branch = make_config("branch", **keys, max_steps=7)
-    stderr = succeed(branch, "--from", f"{output_of(source)}@4")
+    stderr = branch.succeed("--from", f"{source.output}@4")
     assert "steps 5 to 7" in stderr
-    assert [line["step"] for line in metrics(branch)] == [5, 6, 7]
+    assert [line["step"] for line in branch.metrics] == [5, 6, 7]
     assert_same_weights(weights_of(branch), trained_in_memory(source, branch, base, step=4, num_steps=7))
-    assert file_hash(store_of(source)) == before
-    origin = json.loads((output_of(branch) / "run" / "origin.json").read_text())
-    assert origin == {"run": str(output_of(source).resolve()), "step": 4, "fresh_optimizer": False}
+    assert file_hash(source.store) == before
+    origin = json.loads((branch.output / "run" / "origin.json").read_text())
+    assert origin == {"run": str(source.output.resolve()), "step": 4, "fresh_optimizer": False}
 
 
 @pytest.mark.nightly
@@ -105,9 +91,9 @@ def test_from_the_last_step_in_bfloat16_with_other_data(make_config: MakeConfig,
     rows = tmp_path / "other.jsonl"
     rows.write_text("".join(json.dumps(line) + "\n" for line in lines))
     begun = make_config("begun", dtype="bfloat16", max_steps=3)
-    succeed(begun)
+    begun.succeed()
     branch = make_config("branch", dtype="bfloat16", rows=rows, max_steps=5)
-    succeed(branch, "--from", str(begun))
+    branch.succeed("--from", str(begun))
     assert_same_weights(weights_of(branch), trained_in_memory(begun, branch, base, step=3, num_steps=5))
 
 
@@ -121,25 +107,25 @@ def test_from_the_last_step_in_bfloat16_with_other_data(make_config: MakeConfig,
 def test_with_the_same_settings_it_is_the_same_run(make_config: MakeConfig, what: str, dtype: str) -> None:
     keys = {**TRAINED[what], "dtype": dtype, "max_steps": 5}
     first, branch, whole = (make_config(name, **keys) for name in ("first", "branch", "whole"))
-    succeed(first, "max_steps=3")
-    succeed(whole)
-    stderr = succeed(branch, "--from", str(output_of(first)))
+    first.succeed("max_steps=3")
+    whole.succeed()
+    stderr = branch.succeed("--from", str(first.output))
     assert "; steps 4 to 5\n" in stderr
     assert_same_weights(weights_of(branch), weights_of(whole))
-    assert curve(branch) == curve(whole)[3:]
+    assert branch.curve == whole.curve[3:]
 
 
 @pytest.mark.full
-def test_a_fresh_optimizer_is_a_run_of_the_exported_weights(make_config: MakeConfig, source: Path) -> None:
+def test_a_fresh_optimizer_is_a_run_of_the_exported_weights(make_config: MakeConfig, source: Config) -> None:
     """In fp32 an export has the master weights."""
-    step = output_of(source).parent / "step"
+    step = source.output.parent / "step"
     if not step.exists():
-        assert ratel("export", source, "--step", 4, "-o", step).code == 0
+        works("export", source, "--step", 4, "-o", step)
     branch = make_config("branch")
-    succeed(branch, "--from", f"{source}@4", "--fresh-optimizer")
+    branch.succeed("--from", f"{source}@4", "--fresh-optimizer")
     begun = make_config("begun", base=step)
-    succeed(begun)
-    assert_same_result(branch, begun)
+    begun.succeed()
+    branch.assert_same_result(begun)
 
 
 @pytest.mark.nightly
@@ -151,8 +137,8 @@ def test_a_fresh_optimizer_keeps_the_masters(make_config: MakeConfig, dtype: str
     if dtype == "float16" and "bf16_master" in keys:
         keys["dtype"] = "bfloat16"  # which it is about
     first, branch = make_config("first", **keys), make_config("branch", **keys, learning_rate=0.0)
-    succeed(first)
-    succeed(branch, "--from", str(first), "--fresh-optimizer")
+    first.succeed()
+    branch.succeed("--from", str(first), "--fresh-optimizer")
     assert_same_weights(weights_of(branch), weights_of(first))
 
 
@@ -161,46 +147,46 @@ def test_a_fresh_optimizer_keeps_the_masters(make_config: MakeConfig, dtype: str
 def test_the_same_command_resumes(make_config: MakeConfig, source_of: OfEach, what: str) -> None:
     """Killed while it copies, and killed while it trains. Once there is a store, it resumes without --from too."""
     source, keys = source_of(what), {**TRAINED[what], "max_steps": 8}
-    arguments = ("--from", f"{output_of(source)}@4")
+    arguments = ("--from", f"{source.output}@4")
     branch, whole = make_config("branch", **keys), make_config("whole", **keys)
-    run_until_killed(branch, *arguments, kill_at="commit.written:1")
-    run_until_killed(branch, *arguments, kill_at="commit.written:3")
-    assert [line["step"] for line in metrics(branch)] == [5, 6]
-    stderr = succeed(branch, *arguments)
+    branch.run_until_killed(*arguments, kill_at="commit.written:1")
+    branch.run_until_killed(*arguments, kill_at="commit.written:3")
+    assert [line["step"] for line in branch.metrics] == [5, 6]
+    stderr = branch.succeed(*arguments)
     assert "resuming from step 5" in stderr
-    assert "all 8 steps are done" in succeed(branch)
-    succeed(whole)
+    assert "all 8 steps are done" in branch.succeed()
+    whole.succeed()
     assert_same_weights(weights_of(branch), weights_of(whole))
-    for wrong in (f"{output_of(source)}@2", f"{output_of(source)}@4 --fresh-optimizer"):
-        ended = finetune(branch, "--from", *wrong.split())
-        assert_rejected(ended, 2, f"--from {wrong}: the run in {output_of(branch)} has begun already, from ", "out@4")
-    assert_rejected(finetune(whole, *arguments), 2, "has begun already, at its base model")
+    for wrong in (f"{source.output}@2", f"{source.output}@4 --fresh-optimizer"):
+        ended = branch.finetune("--from", *wrong.split())
+        assert_rejected(ended, 2, f"--from {wrong}: the run in {branch.output} has begun already, from ", "out@4")
+    assert_rejected(whole.finetune(*arguments), 2, "has begun already, at its base model")
 
 
 @pytest.mark.nightly
-def test_starting_over_forgets_the_origin(make_config: MakeConfig, source: Path, plain_run: Path) -> None:
+def test_starting_over_forgets_the_origin(make_config: MakeConfig, source: Config, plain_run: Config) -> None:
     branch = make_config("branch")
-    succeed(branch, "--from", f"{output_of(source)}@2")
-    succeed(branch, "--resume", "no")
-    assert_same_result(branch, plain_run)
-    assert not (output_of(branch) / "run" / "origin.json").exists()
+    branch.succeed("--from", f"{source.output}@2")
+    branch.succeed("--resume", "no")
+    branch.assert_same_result(plain_run)
+    assert not (branch.output / "run" / "origin.json").exists()
 
 
 @pytest.mark.nightly
-def test_what_the_other_run_wrote_does_not_count(make_config: MakeConfig, source: Path) -> None:
+def test_what_the_other_run_wrote_does_not_count(make_config: MakeConfig, source: Config) -> None:
     """A limit that allows the copy and two steps allows two steps, whatever step they are."""
-    size = store_of(source).stat().st_size / 5  # of one generation: three are saved, two are for training
+    size = source.store.stat().st_size / 5  # of one generation: three are saved, two are for training
     storage = {"engine": "threads", "max_tb_written": 5.5 * size / 1e12}
     branch = make_config("branch", storage=storage, max_steps=9)
-    ended = finetune(branch, "--from", f"{output_of(source)}@4")
+    ended = branch.finetune("--from", f"{source.output}@4")
     assert ended.code == 3
     assert "storage.max_tb_written" in ended.errors[0]
-    assert [line["step"] for line in metrics(branch)] == [5, 6]
+    assert [line["step"] for line in branch.metrics] == [5, 6]
 
 
-def test_what_cannot_start(make_config: MakeConfig, source: Path, base: Path, tied_base: Path) -> None:
+def test_what_cannot_start(make_config: MakeConfig, source: Config, base: Path, tied_base: Path) -> None:
     """Each is rejected before anything is written, with both values."""
-    run = output_of(source)
+    run = source.output
     branch = make_config("branch")
     cases: list[tuple[list[str], list[str]]] = [
         (["--from", f"{run}@3", "max_steps=9"], ["step 3 is not saved in the store; saved steps: 2, 4, 6"]),
@@ -218,42 +204,42 @@ def test_what_cannot_start(make_config: MakeConfig, source: Path, base: Path, ti
         (["--fresh-optimizer"], ["argument '--fresh-optimizer': it belongs to --from RUN"]),
     ]
     for arguments, parts in cases:
-        assert_rejected(finetune(branch, *arguments), 2, *parts)
-        assert not store_of(branch).exists()
+        assert_rejected(branch.finetune(*arguments), 2, *parts)
+        assert not branch.store.exists()
 
 
 @pytest.mark.nightly
 def test_a_run_without_its_store(make_config: MakeConfig) -> None:
     first, branch = make_config("first"), make_config("branch", max_steps=9)
-    succeed(first)
-    shutil.rmtree(store_of(first).parent)
-    ended = finetune(branch, "--from", str(output_of(first)))
-    assert_rejected(ended, 2, f"--from {output_of(first)}: there is no store in ")
+    first.succeed()
+    shutil.rmtree(first.store.parent)
+    ended = branch.finetune("--from", str(first.output))
+    assert_rejected(ended, 2, f"--from {first.output}: there is no store in ")
     assert "hint: to train its exported model, set base_model to the directory of the export" in ended.stderr
 
 
 @pytest.mark.nightly
-def test_a_dry_run_writes_nothing(make_config: MakeConfig, source: Path) -> None:
+def test_a_dry_run_writes_nothing(make_config: MakeConfig, source: Config) -> None:
     branch = make_config("branch", max_steps=9)
-    before = file_hash(store_of(source))
-    stderr = succeed(branch, "--from", str(output_of(source)), "--dry-run")
+    before = file_hash(source.store)
+    stderr = branch.succeed("--from", str(source.output), "--dry-run")
     assert "steps 7 to 9" in stderr
-    assert not output_of(branch).exists()
-    assert not store_of(branch).exists()
-    assert file_hash(store_of(source)) == before
+    assert not branch.output.exists()
+    assert not branch.store.exists()
+    assert file_hash(source.store) == before
 
 
 @pytest.mark.full
-def test_what_a_run_cannot_change_leads_to_a_new_one(make_config: MakeConfig, source: Path) -> None:
+def test_what_a_run_cannot_change_leads_to_a_new_one(make_config: MakeConfig, source: Config) -> None:
     """The hint of the rejected command is the command that works, where the state allows it."""
-    ended = finetune(source, "learning_rate=0.003", "max_steps=8")
+    ended = source.finetune("learning_rate=0.003", "max_steps=8")
     assert_rejected(ended, 2, "which has other settings: learning_rate was 0.01, is now 0.003")
-    run = output_of(source)
+    run = source.output
     assert f"for a new run, set another output_dir (--from {run} starts it from this run's state); " in ended.stderr
     branch = make_config("branch")
-    succeed(branch, "learning_rate=0.003", "max_steps=8", "--from", str(run))
-    assert [line["step"] for line in metrics(branch)] == [7, 8]
-    ended = finetune(source, "dtype=bfloat16")
+    branch.succeed("learning_rate=0.003", "max_steps=8", "--from", str(run))
+    assert [line["step"] for line in branch.metrics] == [7, 8]
+    ended = source.finetune("dtype=bfloat16")
     assert_rejected(ended, 2, "which has other settings: dtype was float32, is now bfloat16")
     assert "hint: to resume that run, restore the old values; for a new run, set another output_dir;" in ended.stderr
 
@@ -263,9 +249,9 @@ def test_runs_that_share_the_drives(make_config: MakeConfig, tmp_path: Path) -> 
     """Each has a store of its own in the same `storage.paths`."""
     storage = {"engine": "threads", "paths": [str(tmp_path / "drive")]}
     first, branch, whole = (make_config(name, storage=storage, max_steps=5) for name in ("first", "branch", "whole"))
-    succeed(first, "max_steps=3")
-    succeed(branch, "--from", str(first))
-    succeed(whole)
+    first.succeed("max_steps=3")
+    branch.succeed("--from", str(first))
+    whole.succeed()
     assert_same_weights(weights_of(branch), weights_of(whole))
 
 
@@ -273,9 +259,9 @@ def test_runs_that_share_the_drives(make_config: MakeConfig, tmp_path: Path) -> 
 @pytest.mark.parametrize("what", sample(WHOLE_OR_ADAPTER, every=3, offset=2))
 def test_cleaning_leaves_nothing_of_it(make_config: MakeConfig, source_of: OfEach, what: str) -> None:
     source, branch = source_of(what), make_config("branch", **TRAINED[what], max_steps=7)
-    succeed(branch, "--from", str(output_of(source)))
-    assert (output_of(branch) / "run" / "origin.json").exists()
-    assert ratel("clean", branch, "--yes").code == 0
-    assert not (output_of(branch) / "run").exists()
-    assert not store_of(branch).exists()
-    assert store_of(source).exists()
+    branch.succeed("--from", str(source.output))
+    assert (branch.output / "run" / "origin.json").exists()
+    works("clean", branch, "--yes")
+    assert not (branch.output / "run").exists()
+    assert not branch.store.exists()
+    assert source.store.exists()

@@ -15,7 +15,7 @@ from ratel_cli.hardware.host import memory_bytes
 from ratel_cli.run.inputs import inputs
 from tests.e2e.conftest import MakeConfig
 from tests.e2e.preferences import pairs, write
-from tests.e2e.runs import Ended, assert_rejected, finetune, output_of, ratel, succeed
+from tests.e2e.runs import Config, Ended, assert_rejected, ratel, works
 from tests.tiers import thinned
 
 
@@ -135,10 +135,10 @@ def test_bad_rows_have_their_own_places(make_config: MakeConfig, rows: Path, tmp
     ),
     ids=" ".join,
 )
-def test_the_verdict_is_that_of_the_dry_run(plain_run: Path, arguments: tuple[str, ...]) -> None:
+def test_the_verdict_is_that_of_the_dry_run(plain_run: Config, arguments: tuple[str, ...]) -> None:
     """Also over the store of a finished run, which rejects other settings and fewer steps than it has done."""
     before = files(plain_run.parent)
-    dry, checked = finetune(plain_run, "--dry-run", *arguments), check(plain_run, *arguments)
+    dry, checked = plain_run.finetune("--dry-run", *arguments), check(plain_run, *arguments)
     assert checked.code == dry.code, checked.stderr
     # The memory of this process has grown in between.
     expected, found = ([re.sub(r"\d+", "N", line) for line in ended.errors] for ended in (dry, checked))
@@ -186,10 +186,10 @@ def test_what_a_wrong_key_leaves_is_checked(tmp_path: Path, text: str, errors: l
 def test_a_run_reports_all_of_its_inputs_at_once(make_config: MakeConfig) -> None:
     config = make_config(base="/no/such", datasets=["/no.jsonl", "/nor.txt"])
     for arguments in ((), ("--dry-run",)):
-        ended = finetune(config, *arguments)
+        ended = config.finetune(*arguments)
         assert_rejected(ended, 2, "base_model: there is no directory /no/such", num_errors=3)
         assert "/no.jsonl: no such file" in ended.errors[1] and "/nor.txt: no such file" in ended.errors[2]
-    assert not output_of(config).exists()
+    assert not config.output.exists()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
@@ -197,24 +197,26 @@ def test_a_run_that_fails_reads_no_rows(make_config: MakeConfig, rows: Path, tmp
     """Nor does it write any; the dry run does read them."""
     (tmp_path / "bad.jsonl").write_text("{}\n")
     config = make_config(rows=tmp_path / "bad.jsonl", device="cuda")
-    assert_rejected(finetune(config), 3, "device: cuda")
-    ended = finetune(config, "--dry-run")
+    ended = config.finetune()
+    assert_rejected(ended, 3, "device: cuda")
+    assert "hint: set device: cpu" in ended.stderr
+    ended = config.finetune("--dry-run")
     assert_rejected(ended, 2, "rejected 1 of 1 rows", num_errors=3)
     assert "device: cuda" in ended.errors[2]
-    assert not output_of(config).exists()
+    assert not config.output.exists()
 
 
 @pytest.mark.full
-def test_a_finished_run_is_right(plain_run: Path) -> None:
+def test_a_finished_run_is_right(plain_run: Config) -> None:
     before = files(plain_run.parent)
     ended = check(plain_run, "max_steps=6")
     assert ended.code == 0, ended.stderr
     assert "steps 5 to 6" in ended.stdout
-    ended = check(output_of(plain_run), "max_steps=7")
+    ended = check(plain_run.output, "max_steps=7")
     assert ended.code == 0 and "steps 5 to 7" in ended.stdout, ended.stderr
     assert ended.stdout.splitlines()[-1].endswith("/out max_steps=7` runs it")
     assert files(plain_run.parent) == before
-    succeed(plain_run)
+    plain_run.succeed()
 
 
 @pytest.mark.full
@@ -224,8 +226,7 @@ def test_a_limit_that_the_machine_does_not_have(make_config: MakeConfig, limit: 
     limit = str(memory_bytes()) if limit == "all" else limit
     config = make_config()
     for command in (["check", config], ["finetune", config, "--dry-run"]):
-        ended = ratel(*command, f"limits.host_memory={limit}")
-        assert ended.code == 0, ended.stderr
+        ended = works(*command, f"limits.host_memory={limit}")
         assert ("warning: limits.host_memory is 400 TiB, but this machine has " in ended.stderr) == is_too_much
 
 
@@ -235,7 +236,7 @@ def test_nothing_is_measured_for_a_run_that_cannot_begin(
     """But its rows are looked at."""
     (tmp_path / "bad.jsonl").write_text('{"no": "text"}\n')
     config = make_config(datasets=[{"path": str(tmp_path / "bad.jsonl")}])
-    output_of(config).write_text("a file")
+    config.output.write_text("a file")
     monkeypatch.setattr("ratel_cli.run.train.finetune.run_finetune", lambda *_, **__: pytest.fail("it is measured"))
     ended = check(config)
     assert ended.code == 2
@@ -258,9 +259,9 @@ def test_a_set_that_cannot_be_used_is_not_looked_for(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("command", [check, finetune])
+@pytest.mark.parametrize("command", [check, Config.finetune])
 def test_flash_attention_that_cannot_be_deterministic(
-    make_config: MakeConfig, command: Callable[[Path], Ended], monkeypatch: pytest.MonkeyPatch
+    make_config: MakeConfig, command: Callable[[Config], Ended], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a stand-in for a machine on which the model takes it: no version of the package is installed here."""
     read = inputs.read_base

@@ -2,30 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from pathlib import Path
 
 import pytest
 
-from ratel_cli.io.queue import open_queue
 from ratel_cli.model.files.marker import Marker
-from ratel_cli.store.store import Store
 from tests.e2e.conftest import MakeConfig
-from tests.e2e.runs import (
-    Ended,
-    assert_rejected,
-    export_hash,
-    finetune,
-    metrics,
-    output_of,
-    ratel,
-    store_of,
-    succeed,
-    tree,
-    write_config,
-)
+from tests.e2e.runs import Config, Ended, as_json, assert_rejected, ratel, tree, works, write_config
 
 KEPT = {"config.yaml", "hardware.json", "metrics.jsonl", "model.json", "plan.json", "run.json", "notes.txt"}
 DELETED = "was deleted by `ratel clean --store` (20"
@@ -37,9 +22,9 @@ def workplace(tmp_path_factory: pytest.TempPathFactory, base: Path, rows: Path) 
     directory = tmp_path_factory.mktemp("workplace") / "work"
     storage = {"engine": "threads", "paths": [str(directory / "a"), str(directory / "b")]}
     config = write_config(directory, base=base, rows=rows, max_steps=1, storage=storage)
-    succeed(config)
-    run = output_of(config) / "run"
-    for place in [*directory.glob("[ab]/*.store"), output_of(config), run, run / "tokens", *run.glob("tokens/*")]:
+    config.succeed()
+    run = config.output / "run"
+    for place in [*directory.glob("[ab]/*.store"), config.output, run, run / "tokens", *run.glob("tokens/*")]:
         (place / "notes.txt").write_text("mine")
     return directory, Path(shutil.copytree(directory, directory.with_name("copy")))
 
@@ -62,17 +47,15 @@ def sizes(directory: Path) -> dict[Path, int]:
 
 
 def clean_store(run: Path) -> Ended:
-    ended = ratel("clean", run, "--store", "--yes")
-    assert ended.code == 0, ended.stderr
-    return ended
+    return works("clean", run, "--store", "--yes")
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("by", ["config", "directory"])
 def test_the_store_goes_and_the_rest_stays(work: Path, by: str) -> None:
-    config = work / "run.yaml"
-    run = config if by == "config" else output_of(config)
-    before, steps, model = sizes(work), metrics(config), export_hash(config)
+    config = Config(work / "run.yaml")
+    run = config if by == "config" else config.output
+    before, steps, model = sizes(work), config.metrics, config.export_hash
     ended = clean_store(run)
     gone = before.keys() - sizes(work).keys()
     assert sorted(path.name for path in gone) == [
@@ -83,24 +66,24 @@ def test_the_store_goes_and_the_rest_stays(work: Path, by: str) -> None:
     freed = re.search(r"deleted 8 files, ([\d.]+) KiB; metrics, plan and config stay in", ended.stderr)
     assert freed is not None, ended.stderr
     assert float(freed[1]) == pytest.approx(sum(before[path] for path in gone) / 1024, abs=0.5)
-    assert {path.name for path in (output_of(config) / "run").iterdir() if path.is_file()} == KEPT
-    assert (metrics(config), export_hash(config)) == (steps, model)
+    assert {path.name for path in (config.output / "run").iterdir() if path.is_file()} == KEPT
+    assert (config.metrics, config.export_hash) == (steps, model)
     assert "has no export" not in ended.stderr
     assert "there is nothing to delete" in clean_store(run).stderr
 
-    [row] = json.loads(ratel("status", run, "--json").stdout)["runs"]
+    [row] = as_json("status", run)["runs"]
     assert (row["state"], row["step"], row["store_deleted"], row["store_bytes"]) == ("finished", 1, True, 0)
     assert "finished, store deleted" in ratel("status", run).stdout
     assert "Its store was deleted." in ratel("report", run, "--terminal").stdout
 
-    assert ratel("clean", run, "--yes").code == 0
-    assert [path.name for path in (output_of(config) / "run").iterdir() if path.is_file()] == ["notes.txt"]
+    works("clean", run, "--yes")
+    assert [path.name for path in (config.output / "run").iterdir() if path.is_file()] == ["notes.txt"]
 
 
 @pytest.mark.full
 def test_what_commands_say_of_a_finished_run(work: Path, rows: Path) -> None:
-    config = work / "run.yaml"
-    run = output_of(config)
+    config = Config(work / "run.yaml")
+    run = config.output
     clean_store(run)
     anew = f"`ratel finetune {run} --resume no` trains from the beginning"
     exported = ratel("export", run, "-o", work / "other")
@@ -108,25 +91,25 @@ def test_what_commands_say_of_a_finished_run(work: Path, rows: Path) -> None:
     assert f"hint: the exported model in {run} can be used without it; {anew}" in exported.stderr
     assert not (work / "other").exists()
     for arguments in (("generate", run, "Which", "--max-new-tokens", "1"), ("eval", run, rows), ("verify", run)):
-        ended = ratel(*arguments)
-        assert ended.code == 0 and DELETED in ended.stderr and anew in ended.stderr, ended.stderr
+        ended = works(*arguments)
+        assert DELETED in ended.stderr and anew in ended.stderr
     for command in ("finetune", "check"):
         ended = ratel(command, config)
         assert_rejected(ended, 2, f"{run} holds step 1 of the run out, but its store is gone: the store in", DELETED)
         assert "--resume no starts over here" in ended.stderr
-    assert_rejected(finetune(config, "--resume", "1"), 2, "there is no saved step 1: the store in", DELETED)
-    branch = finetune(config, f"output_dir={work / 'new'}", "--from", str(run))
+    assert_rejected(config.finetune("--resume", "1"), 2, "there is no saved step 1: the store in", DELETED)
+    branch = config.finetune(f"output_dir={work / 'new'}", "--from", str(run))
     assert_rejected(branch, 2, f"--from {run}: the store in", DELETED)
 
 
 @pytest.mark.nightly
 def test_a_run_that_starts_over_has_a_store_again(work: Path) -> None:
     """A store that is lost later is not said to be deleted."""
-    config = work / "run.yaml"
-    model = export_hash(config)
+    config = Config(work / "run.yaml")
+    model = config.export_hash
     clean_store(config)
-    succeed(config, "--resume", "no")
-    assert export_hash(config) == model
+    config.succeed("--resume", "no")
+    assert config.export_hash == model
     for store in work.glob("[ab]/*.store"):
         shutil.rmtree(store)
     assert "store deleted" not in ratel("status", config).stdout
@@ -137,13 +120,13 @@ def test_a_run_that_starts_over_has_a_store_again(work: Path) -> None:
 @pytest.mark.parametrize("option", ["--store", "--yes"])
 def test_a_run_without_an_export(work: Path, option: str) -> None:
     """Its weights are nowhere else. The steps that are shown are those that the store had."""
-    config = work / "run.yaml"
-    (output_of(config) / "model.safetensors").unlink()
-    log = output_of(config) / "run" / "metrics.jsonl"
+    config = Config(work / "run.yaml")
+    (config.output / "model.safetensors").unlink()
+    log = config.output / "run" / "metrics.jsonl"
     line = log.read_text()
     log.write_text(line + line.replace('"step": 1', '"step": 2'))  # computed and never committed
     only_there = (
-        f"{output_of(config)} has no export of step 1: deleting the store deletes its weights; export them first: "
+        f"{config.output} has no export of step 1: deleting the store deletes its weights; export them first: "
         f"`ratel export {config} -o DIR`"
     )
     if option == "--yes":
@@ -154,7 +137,7 @@ def test_a_run_without_an_export(work: Path, option: str) -> None:
     assert_rejected(refused, 2, "nothing was deleted", "there is no terminal to ask on")
     assert only_there in refused.stderr and tree(work) == before
     assert only_there in clean_store(config).stderr
-    [row] = json.loads(ratel("status", config, "--json").stdout)["runs"]
+    [row] = as_json("status", config)["runs"]
     assert (row["step"], row["store_deleted"]) == (1, True)
 
 
@@ -163,20 +146,20 @@ def test_with_a_snapshot(make_config: MakeConfig, tmp_path: Path) -> None:
     """The snapshot stays, and the store comes back from it."""
     copy = tmp_path / "s"
     config = make_config(max_steps=1, storage={"engine": "threads", "snapshot": {"path": str(copy), "every": 1}})
-    succeed(config)
+    config.succeed()
     snapshot = tree(copy)
     ended = clean_store(config)
     assert f"kept: the snapshot in {copy}; `ratel restore {config}` makes the store again from it" in ended.stderr
     assert tree(copy) == snapshot
-    assert_rejected(finetune(config), 2, f"there is a snapshot in {copy}, but the store in", DELETED)
+    assert_rejected(config.finetune(), 2, f"there is a snapshot in {copy}, but the store in", DELETED)
     assert f"`ratel restore {config}` makes it again from its snapshot" in ratel("verify", config).stderr
-    assert ratel("restore", config).code == 0
-    succeed(config, "max_steps=2")
-    shutil.rmtree(store_of(config).parent)
+    works("restore", config)
+    config.succeed("max_steps=2")
+    shutil.rmtree(config.store.parent)
     assert_rejected(ratel("verify", config), 2, "there is no store in")
-    assert ratel("restore", config).code == 0
+    works("restore", config)
     clean_store(config)
-    assert ratel("clean", config, "--yes").code == 0
+    works("clean", config, "--yes")
     assert not (copy / "ratel.store").exists()
 
 
@@ -187,19 +170,8 @@ def test_the_model_is_not_part_of_it(work: Path) -> None:
     assert tree(work) == before
 
 
-def test_a_store_in_use_stays(work: Path) -> None:
-    before = tree(work)
-    stores = [next(work.glob(f"{drive}/*.store")) for drive in "ab"]
-    with (
-        open_queue("threads", notice=pytest.fail) as queue,
-        Store.open(stores, queue=queue, identity=None),
-    ):
-        assert_rejected(ratel("clean", work / "run.yaml", "--store", "--yes"), 3, "is in use by process")
-    assert tree(work) == before
-
-
 def test_the_store_of_another_run_stays(work: Path) -> None:
-    run = output_of(work / "run.yaml")
+    run = Config(work / "run.yaml").output
     copy = Path(shutil.copytree(run, work / "copy"))
     stores = {path: size for path, size in sizes(work).items() if path.suffix == ".store"}
     assert "belongs to another run" in clean_store(copy).stderr
@@ -223,7 +195,7 @@ def test_a_command_that_is_killed_can_be_finished(
     workplace: tuple[Path, Path], work: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After any number of deleted files. Nothing is tidied up after a kill, so every later deletion fails here."""
-    config = work / "run.yaml"
+    config = Config(work / "run.yaml")
     clean_store(config)
     expected = set(sizes(work))
     unlink = Path.unlink
@@ -247,7 +219,7 @@ def test_a_command_that_is_killed_can_be_finished(
         rest = list(work.glob("[ab]/*/ratel.store"))
         assert ("store deleted" in ratel("status", config).stdout) == (len(rest) < 2)
         if len(rest) == 1:
-            ended = finetune(config)
+            ended = config.finetune()
             assert_rejected(ended, 2, DELETED)
             assert f"files of it are left: `ratel clean {config} --store` deletes them" in ended.stderr
         clean_store(config)

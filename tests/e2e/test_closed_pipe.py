@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.runs import Ended, output_of
+from tests.e2e.runs import Config, Ended
 
 ROOT = Path(__file__).parents[2]
 SHAPE = (ROOT / "configs/models/gpt-70b.yaml", "--hardware", ROOT / "configs/hardware/paper-4090-12ssd.yaml")
@@ -70,14 +70,14 @@ def test_commands_that_answer_at_once(arguments: tuple[str, ...]) -> None:
 
 
 @pytest.mark.full
-def test_data(plain_run: Path) -> None:
+def test_data(plain_run: Config) -> None:
     printed = stderr_without_reader("data", plain_run)
     assert "error" not in printed and "Traceback" not in printed
 
 
 @pytest.mark.full
-def test_report(plain_run: Path) -> None:
-    assert stderr_without_reader("report", "--terminal", output_of(plain_run)) == ""
+def test_report(plain_run: Config) -> None:
+    assert stderr_without_reader("report", "--terminal", plain_run.output) == ""
 
 
 def test_a_reader_that_leaves_after_the_first_line() -> None:

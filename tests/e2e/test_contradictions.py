@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from tests.e2e.conftest import MakeConfig
-from tests.e2e.runs import assert_rejected, export_hash, file_hash, finetune, output_of, ratel, store_of, succeed
+from tests.e2e.runs import assert_rejected, ratel
 
 
 def changed_base(base: Path, directory: Path, **values: object) -> Path:
@@ -19,14 +19,6 @@ def changed_base(base: Path, directory: Path, **values: object) -> Path:
     path = directory / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
     return directory
-
-
-def test_output_over_the_base_model(make_config: MakeConfig, base: Path, tmp_path: Path) -> None:
-    copy = Path(shutil.copytree(base, tmp_path / "copy"))
-    before = file_hash(copy / "model.safetensors")
-    config = make_config(base=copy, output_dir=str(copy))
-    assert_rejected(finetune(config), 2, "output_dir and base_model are the same directory")
-    assert file_hash(copy / "model.safetensors") == before
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model(make_config: MakeConfig, base: Path, tmp_path: Path) -> None:
@@ -40,16 +32,16 @@ def test_a_tokenizer_with_more_tokens_than_the_model(make_config: MakeConfig, ba
     few.write_text("".join(json.dumps(row) + "\n" for row in rows))
     more.write_text(few.read_text() + json.dumps({"text": "Which number is <|extra3|>?"}) + "\n")
     plain, config = make_config("plain", rows=few), make_config(base=copy, rows=more)
-    succeed(plain)
-    stderr = succeed(config)
+    plain.succeed()
+    stderr = config.succeed()
     assert "but the model's embedding has only 300 rows: rows of data with a higher id are rejected" in stderr
-    assert "rejected 1 of 111 rows" in stderr and export_hash(config) == export_hash(plain)
+    assert "rejected 1 of 111 rows" in stderr and config.export_hash == plain.export_hash
     reason = "the token '<|extra3|>' has the id 303, but the model's embedding has only 300 rows"
     assert f"more.jsonl:111: {reason}" in ratel("data", config, "--bad").stdout
-    assert "rejected 1 of 111 rows" in ratel("eval", output_of(config), more).stderr
+    assert "rejected 1 of 111 rows" in ratel("eval", config.output, more).stderr
     assert_rejected(ratel("generate", config, "Which <|extra3|>", "--raw"), 2, f"prompt 1: {reason}")
     for token in ("eos_token", "pad_token"):
-        ended = finetune(make_config(token, base=copy, special_tokens={token: "<|extra1|>"}))
+        ended = make_config(token, base=copy, special_tokens={token: "<|extra1|>"}).finetune()
         assert_rejected(ended, 2, f"the tokenizer's {token} '<|extra1|>' has the id 301, but the model's embedding")
 
 
@@ -70,42 +62,4 @@ def test_a_model_config_that_describes_no_model(
     make_config: MakeConfig, base: Path, tmp_path: Path, key: str, value: object
 ) -> None:
     config = make_config(base=changed_base(base, tmp_path / "changed", **{key: value}))
-    assert_rejected(finetune(config), 2, "config.json")
-
-
-def test_a_damaged_tokenizer(make_config: MakeConfig, base: Path, tmp_path: Path) -> None:
-    copy = Path(shutil.copytree(base, tmp_path / "copy"))
-    (copy / "tokenizer.json").write_text('{"version": "1.0", "model": {"type": "BPE"}}')
-    assert_rejected(finetune(make_config(base=copy)), 2, "no usable tokenizer")
-
-
-@pytest.mark.full
-def test_a_store_made_for_another_durability(make_config: MakeConfig) -> None:
-    config = make_config(max_steps=2)
-    succeed(config)
-    before = file_hash(store_of(config))
-    assert_rejected(finetune(config, "storage.durability=none"), 2, "the store was made with storage.durability: step")
-    assert file_hash(store_of(config)) == before
-
-
-@pytest.mark.full
-def test_more_saved_generations_than_the_store_has_space_for(make_config: MakeConfig) -> None:
-    config = make_config(max_steps=2)
-    succeed(config)
-    assert_rejected(finetune(config, "save_steps=1"), 2, "the store has space for 0 saved generations")
-    assert_rejected(finetune(config, "--resume", "1"), 2, "that step is not saved")
-    assert_rejected(finetune(config, "--resume", "1", "--dry-run"), 2, "that step is not saved")
-    assert (output_of(config) / "model.safetensors").exists()
-
-
-@pytest.mark.full
-def test_training_data_that_changed_is_named(make_config: MakeConfig, rows: Path, tmp_path: Path) -> None:
-    path = tmp_path / "mine.jsonl"
-    path.write_bytes(rows.read_bytes())
-    config = make_config(rows=path, max_steps=1)
-    succeed(config)
-    path.write_bytes(rows.read_bytes().splitlines(keepends=True)[0] + rows.read_bytes())
-    ended = finetune(config)
-    assert_rejected(ended, 2, f"the training data changed since this run began ({path})")
-    begin = f"for a new run, set another output_dir (--from {output_of(config)} starts it from this run's state); "
-    assert begin in ended.stderr
+    assert_rejected(config.finetune(), 2, "config.json")

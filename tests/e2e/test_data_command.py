@@ -16,7 +16,7 @@ import pytest
 
 from ratel_cli.console import RunLog
 from tests.e2e.conftest import MakeConfig
-from tests.e2e.runs import CHAT, assert_rejected, metrics, output_of, ratel, ratel_command, succeed
+from tests.e2e.runs import CHAT, as_json, assert_rejected, ratel, ratel_command, works
 
 SAMPLE = "<|user|>Which number is 0?<|assistant|>⟦0 is even<|end|>⟧"
 
@@ -24,29 +24,27 @@ SAMPLE = "<|user|>Which number is 0?<|assistant|>⟦0 is even<|end|>⟧"
 @pytest.mark.full
 def test_samples_counts_and_packing(make_config: MakeConfig, rows: Path) -> None:
     config = make_config("run", data_type=CHAT)
-    ended = ratel("data", config, "-n", 2)
-    assert ended.code == 0, ended.stderr
-    lines = ended.stdout.splitlines()
+    lines = works("data", config, "-n", 2).stdout.splitlines()
     assert lines[0].startswith(f"{rows}, sample 1: ") and lines[0].endswith(" with loss")
     assert lines[1] == SAMPLE
     assert lines[3].startswith(f"{rows}, sample 2: ")
     table = [line.split() for line in lines if line.startswith(("dataset", str(rows) + "  "))]
     assert table[0][:2] == ["dataset", "rows"] and table[1][1:6] == ["48", "0", "0", "0", "48"]
     assert any(line.startswith("packing") and line.endswith(" % full") for line in lines)
-    assert not output_of(config).exists(), "nothing is written"
+    assert not config.output.exists(), "nothing is written"
 
 
 def test_the_numbers_are_those_of_the_run(make_config: MakeConfig, rows: Path) -> None:
     config = make_config("run", data_type=CHAT, max_steps=None, num_epochs=1, val_set_size=5)
-    before = json.loads(ratel("data", config, "--json").stdout)
-    succeed(config)
-    steps = [row for row in metrics(config) if "tokens" in row]
+    before = as_json("data", config)
+    config.succeed()
+    steps = [row for row in config.metrics if "tokens" in row]
     assert len(steps) == before["epoch"]["num_steps"]
     assert sum(row["tokens"] for row in steps) == before["epoch"]["num_tokens"]
     assert before["num_held_out"] == 5
     (counts,) = before["datasets"]
     assert (counts["name"], counts["num_samples"]) == (str(rows), 48)
-    assert json.loads(ratel("data", output_of(config), "--json").stdout) == before, "from the tokens of the run"
+    assert as_json("data", config.output) == before, "from the tokens of the run"
     for sample in before["samples"]:
         assert len(sample["input_ids"]) == len(sample["has_loss"])
         assert sum(sample["has_loss"]) < len(sample["has_loss"])
@@ -56,20 +54,19 @@ def test_the_numbers_are_those_of_the_run(make_config: MakeConfig, rows: Path) -
 def test_commands_share_tokens(make_config: MakeConfig, rows: Path) -> None:
     """Each of them repeats the notice that is in the one entry, so none has tokenised by itself."""
     config = make_config("run", data_type=CHAT)
-    assert ratel("check", config).code == 0
+    works("check", config)
     (entry,) = (Path(os.environ["XDG_CACHE_HOME"]) / "ratel" / "tokens").iterdir()
     meta = json.loads((entry / "meta.json").read_text())
     (entry / "meta.json").write_text(json.dumps({**meta, "notices": ["from the entry"]}))
     for command in ("data", "finetune"):
-        ended = ratel(command, config)
-        assert ended.code == 0 and "note: from the entry\n" in ended.stderr, ended.stderr
+        assert "note: from the entry\n" in works(command, config).stderr
     assert list(entry.parent.iterdir()) == [entry]
-    (own,) = (output_of(config) / "run" / "tokens").iterdir()
+    (own,) = (config.output / "run" / "tokens").iterdir()
     assert {each.name: each.read_bytes() for each in own.iterdir()} == {
         each.name: each.read_bytes() for each in entry.iterdir()
     }
     shutil.rmtree(entry)
-    assert ratel("eval", output_of(config), rows).code == 0
+    works("eval", config.output, rows)
     assert len(list(entry.parent.iterdir())) == 1
 
 
@@ -107,22 +104,22 @@ def test_a_signal_ends_reading_at_once(
 def test_nothing_is_written_into_a_run(make_config: MakeConfig) -> None:
     """Nor into a folder with the name of the tokens', whoever made it. With the run's own settings its tokens do."""
     config = make_config("run")
-    succeed(config)
-    before = sorted(output_of(config).rglob("*"))
-    assert ratel("data", config, "sequence_len=32").code == 0
-    assert ratel("data", output_of(config)).code == 0
-    assert sorted(output_of(config).rglob("*")) == before
-    mine = output_of(config).parent / "mine" / "run" / "tokens"
+    config.succeed()
+    before = sorted(config.output.rglob("*"))
+    works("data", config, "sequence_len=32")
+    works("data", config.output)
+    assert sorted(config.output.rglob("*")) == before
+    mine = config.output.parent / "mine" / "run" / "tokens"
     mine.mkdir(parents=True)
-    assert ratel("data", config, f"output_dir={mine.parents[1]}").code == 0
+    works("data", config, f"output_dir={mine.parents[1]}")
     assert not list(mine.iterdir())
-    for cache in (output_of(config) / "run" / "tokens").iterdir():  # as after `ratel clean`
+    for cache in (config.output / "run" / "tokens").iterdir():  # as after `ratel clean`
         shutil.rmtree(cache)
         cache.mkdir()
         (cache / "notes.txt").write_text("mine")
-    before = sorted(output_of(config).rglob("*"))
-    assert ratel("data", config).code == 0
-    assert sorted(output_of(config).rglob("*")) == before
+    before = sorted(config.output.rglob("*"))
+    works("data", config)
+    assert sorted(config.output.rglob("*")) == before
 
 
 @pytest.mark.full
@@ -130,7 +127,7 @@ def test_datasets_take_turns(make_config: MakeConfig, rows: Path, tmp_path: Path
     (tmp_path / "one.jsonl").write_text(rows.read_text().splitlines(keepends=True)[0])
     sets = [{"path": str(rows), "type": CHAT}, {"path": str(tmp_path / "one.jsonl"), "type": CHAT}]
     config = make_config("run", datasets=sets, test_datasets=[sets[1]])
-    found = json.loads(ratel("data", config, "-n", 4, "--json").stdout)
+    found = as_json("data", config, "-n", 4)
     order = [(Path(sample["dataset"]).name, sample["number"]) for sample in found["samples"]]
     assert order == [(rows.name, 1), ("one.jsonl", 1), (rows.name, 2), (rows.name, 3)]
     assert [each["num_samples"] for each in found["test_datasets"]] == [1]

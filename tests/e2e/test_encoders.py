@@ -32,22 +32,7 @@ from tests.e2e.encoders import (
     write_encoder_rows,
     write_pair_rows,
 )
-from tests.e2e.runs import (
-    DTYPES,
-    SHORT_RUN,
-    assert_rejected,
-    curve,
-    export_hash,
-    exported,
-    finetune,
-    load_data,
-    metrics,
-    output_of,
-    ratel,
-    recipe_of,
-    run_until_killed,
-    succeed,
-)
+from tests.e2e.runs import DTYPES, SHORT_RUN, Config, as_json, assert_rejected, ratel, works
 
 KEYS: dict[str, object] = {
     **SHORT_RUN,
@@ -102,8 +87,22 @@ def seq2seq(rows: Path) -> dict[str, object]:
     return {**KEYS, "datasets": [{"path": str(rows), "type": "seq2seq", **columns}]}
 
 
+Task = tuple[Path, dict[str, object], str]
+"""A base model, the keys of its run, and what the oracle calls the task."""
+
+
+@pytest.fixture
+def tasks(bert: Path, classifier: Path, t5: Path, texts: Path, pairs: Path) -> dict[str, Task]:
+    return {
+        "seq2seq": (t5, seq2seq(pairs), "seq2seq"),
+        "mlm": (bert, mlm(texts), "masked_lm"),
+        "classification": (classifier, classes(texts, labels=list(CLASSES)), "classification"),
+        "a new head": (bert, classes(texts, labels=list(CLASSES)), "classification"),
+    }
+
+
 def check_same(
-    config: Path,
+    config: Config,
     base: Path,
     task: str,
     dtype: str,
@@ -111,32 +110,32 @@ def check_same(
     unfrozen: tuple[str, ...] | None = None,
     padding_id: int | None = None,
 ) -> None:
-    steps = [load_data(config).step(step) for step in range(len(metrics(config)))]
-    recipe = replace(recipe_of(config), unfrozen=unfrozen)
+    steps = [config.load_data().step(step) for step in range(len(config.metrics))]
+    recipe = replace(config.recipe, unfrozen=unfrozen)
     weights = load_file(base / "model.safetensors")
     trained = trained_by_pytorch(base, task, weights, steps, recipe, padding_id=padding_id)
-    weights = exported(config)
+    weights = config.exported
     assert [name for name in weights if not torch.equal(weights[name], trained.weights[name].to(DTYPES[dtype]))] == []
-    assert [line["loss"] for line in metrics(config)] == list(trained.losses)
-    assert [line["grad_norm"] for line in metrics(config)] == list(trained.norms)
+    assert [line["loss"] for line in config.metrics] == list(trained.losses)
+    assert [line["grad_norm"] for line in config.metrics] == list(trained.norms)
 
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.full)])
 def test_masked_tokens(make_config: MakeConfig, bert: Path, texts: Path, dtype: str) -> None:
     """Rows of any length, padded; other tokens masked in each epoch."""
     config = make_config(base=bert, dtype=dtype, **mlm(texts))
-    succeed(config)
+    config.succeed()
     check_same(config, bert, "masked_lm", dtype)
-    loaded = AutoModelForMaskedLM.from_pretrained(output_of(config))
-    assert type(loaded).__name__ == json.loads((output_of(config) / "config.json").read_text())["architectures"][0]
-    assert not (output_of(config) / "generation_config.json").exists()
+    loaded = AutoModelForMaskedLM.from_pretrained(config.output)
+    assert type(loaded).__name__ == json.loads((config.output / "config.json").read_text())["architectures"][0]
+    assert not (config.output / "generation_config.json").exists()
 
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.full)])
 def test_classes(make_config: MakeConfig, classifier: Path, texts: Path, dtype: str) -> None:
     """The base model is a classifier: its classes are those of the rows, by name or by number."""
     config = make_config(base=classifier, dtype=dtype, **classes(texts, labels=list(CLASSES)))
-    succeed(config)
+    config.succeed()
     check_same(config, classifier, "classification", dtype)
 
 
@@ -169,14 +168,13 @@ def test_classes_by_a_decoder_without_padding(
     keys = {**classes(texts, labels=list(CLASSES)), "special_tokens": special or None}
     config = make_config(base=own, dtype="float32", **keys)
     note = "the tokenizer has no padding token; its EOS token '<|end|>' takes its place"
-    assert (note in succeed(config)) == (not special)
-    tokenizer = AutoTokenizer.from_pretrained(output_of(config))
+    assert (note in config.succeed()) == (not special)
+    tokenizer = AutoTokenizer.from_pretrained(config.output)
     [padding_id] = tokenizer.convert_tokens_to_ids([padding])
     check_same(config, own, "classification", "float32", padding_id=padding_id)
-    model = AutoModelForSequenceClassification.from_pretrained(output_of(config))
+    model = AutoModelForSequenceClassification.from_pretrained(config.output)
     assert (model.config.pad_token_id, tokenizer.pad_token) == (padding_id, padding)
-    verified = ratel("verify", config)
-    assert verified.code == 0 and "bit for bit" in verified.stdout, verified.stdout + verified.stderr
+    assert "bit for bit" in works("verify", config).stdout
 
 
 def save_decoder_of_classes(directory: Path, base: Path, *, padding_id: int | None) -> Path:
@@ -199,7 +197,7 @@ def test_classes_by_a_decoder_that_can_have_no_padding(
 ) -> None:
     own = save_decoder_of_classes(tmp_path / "own", base, padding_id=None)
     (own / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
-    ended = finetune(make_config(base=own, dtype="float32", **classes(texts, labels=list(CLASSES))))
+    ended = make_config(base=own, dtype="float32", **classes(texts, labels=list(CLASSES))).finetune()
     assert_rejected(ended, 2, "the tokenizer has no padding token, and no EOS token in its place")
     assert "special_tokens: {pad_token: ...}" in ended.stderr
 
@@ -208,7 +206,7 @@ def test_classes_by_a_decoder_that_can_have_no_padding(
 def test_two_texts(make_config: MakeConfig, t5: Path, pairs: Path, dtype: str) -> None:
     """An encoder-decoder whose head is its embedding, which is looked up twice: three sums in the order of autograd."""
     config = make_config(base=t5, dtype=dtype, **seq2seq(pairs))
-    succeed(config)
+    config.succeed()
     check_same(config, t5, "seq2seq", dtype)
 
 
@@ -224,44 +222,28 @@ def test_two_texts(make_config: MakeConfig, t5: Path, pairs: Path, dtype: str) -
         ("classification", ("classifier.",)),
     ],
 )
-def test_a_part_is_trained(
-    make_config: MakeConfig,
-    bert: Path,
-    classifier: Path,
-    t5: Path,
-    texts: Path,
-    pairs: Path,
-    kind: str,
-    parts: tuple[str, ...],
-) -> None:
+def test_a_part_is_trained(make_config: MakeConfig, tasks: dict[str, Task], kind: str, parts: tuple[str, ...]) -> None:
     """What is frozen is in the export as in the base model's files."""
-    base, keys, task = {
-        "seq2seq": (t5, seq2seq(pairs), "seq2seq"),
-        "mlm": (bert, mlm(texts), "masked_lm"),
-        "classification": (classifier, classes(texts, labels=list(CLASSES)), "classification"),
-    }[kind]
+    base, keys, task = tasks[kind]
     config = make_config(base=base, dtype="float32", **{**keys, "max_steps": 3, "unfrozen_parameters": list(parts)})
-    succeed(config)
+    config.succeed()
     check_same(config, base, task, "float32", unfrozen=parts)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("kind", ["seq2seq", "mlm"])
-def test_an_adapter_is_trained(
-    make_config: MakeConfig, bert: Path, t5: Path, texts: Path, pairs: Path, kind: str
-) -> None:
-    base, keys = (t5, seq2seq(pairs)) if kind == "seq2seq" else (bert, mlm(texts))
+def test_an_adapter_is_trained(make_config: MakeConfig, tasks: dict[str, Task], kind: str) -> None:
+    base, keys, _ = tasks[kind]
     config = make_config(base=base, dtype="float32", **{**keys, "max_steps": 3, "adapter": "lora", "lora_r": 2})
-    succeed(config)
-    assert load_file(output_of(config) / "adapter_model.safetensors")
-    verified = ratel("verify", config)
-    assert verified.code == 0 and "bit for bit" in verified.stdout, verified.stdout + verified.stderr
+    config.succeed()
+    assert load_file(config.output / "adapter_model.safetensors")
+    assert "bit for bit" in works("verify", config).stdout
 
 
 @pytest.mark.full
 def test_an_encoder_decoder_is_verified(make_config: MakeConfig, t5: Path, pairs: Path) -> None:
     config = make_config(base=t5, **{**seq2seq(pairs), "max_steps": 2})
-    succeed(config)
+    config.succeed()
     verified = ratel("verify", config)
     assert "bit for bit" in verified.stdout, verified.stdout + verified.stderr
     assert_rejected(ratel("generate", config, "turn: red"), 2, "T5ForConditionalGeneration is an encoder-decoder")
@@ -272,10 +254,10 @@ def test_an_encoder_decoder_learns_and_is_used(make_config: MakeConfig, t5: Path
     """It writes the answers, by the generate of transformers; the other commands know what it is."""
     changes: dict[str, object] = {"max_steps": 180, "learning_rate": 6e-3, "val_set_size": 6, "max_grad_norm": 1.0}
     config = make_config(base=t5, **{**seq2seq(pairs), **changes})
-    stderr = succeed(config)
+    stderr = config.succeed()
     assert "eval loss" in stderr
-    model = AutoModelForSeq2SeqLM.from_pretrained(output_of(config)).eval()
-    tokenizer = AutoTokenizer.from_pretrained(output_of(config))
+    model = AutoModelForSeq2SeqLM.from_pretrained(config.output).eval()
+    tokenizer = AutoTokenizer.from_pretrained(config.output)
     rows = pair_rows()[:12]
     asked = tokenizer([row["question"] for row in rows], return_tensors="pt", padding=True)
     made = tokenizer.batch_decode(model.generate(**asked, max_new_tokens=8), skip_special_tokens=True)
@@ -285,9 +267,8 @@ def test_an_encoder_decoder_learns_and_is_used(make_config: MakeConfig, t5: Path
     assert "bit for bit" in verified.stdout, verified.stdout + verified.stderr
     assert_rejected(ratel("generate", config, "turn: red"), 2, "T5ForConditionalGeneration is an encoder-decoder")
     for command in ("check", "plan", "data"):
-        ended = ratel(command, config)
-        assert ended.code == 0, ended.stderr
-    report = json.loads(ratel("eval", output_of(config), pairs, "--json").stdout)
+        works(command, config)
+    report = as_json("eval", config.output, pairs)
     with torch.no_grad():
         whole = tokenizer([row["question"] for row in pair_rows()], return_tensors="pt", padding=True)
         labels = tokenizer(
@@ -298,61 +279,42 @@ def test_an_encoder_decoder_learns_and_is_used(make_config: MakeConfig, t5: Path
 
 
 @pytest.mark.full
-def test_a_killed_encoder_decoder_resumes(make_config: MakeConfig, t5: Path, pairs: Path) -> None:
-    whole, killed = (make_config(name, base=t5, **{**seq2seq(pairs), "max_steps": 9}) for name in ("whole", "killed"))
-    succeed(whole)
-    run_until_killed(killed, kill_at="commit.written:5")
-    succeed(killed)
-    assert curve(killed) == curve(whole)
-    assert export_hash(killed) == export_hash(whole)
-
-
-def test_an_encoder_decoder_for_another_task(make_config: MakeConfig, t5: Path, texts: Path) -> None:
-    ended = finetune(make_config(base=t5))
-    assert_rejected(ended, 2, "T5ForConditionalGeneration (t5) is an encoder-decoder")
-    assert "datasets of type: seq2seq" in ended.stderr
-
-
-@pytest.mark.full
 def test_a_classifier_is_made_and_used(make_config: MakeConfig, bert: Path, texts: Path) -> None:
     """From a model of masked tokens. Its accuracy is what plain transformers finds with the export."""
     changes: dict[str, object] = {"max_steps": 60, "val_set_size": 12, "eval_steps": 3, "max_grad_norm": 1.0}
     config = make_config(base=bert, **{**classes(texts, labels=list(CLASSES)), **changes})
-    stderr = succeed(config)
+    stderr = config.succeed()
     assert "no weights for bert.pooler.dense, classifier: they are drawn from `seed`" in stderr
-    evaluated = [line["eval_accuracy"] for line in metrics(config) if "eval_accuracy" in line]
+    evaluated = [line["eval_accuracy"] for line in config.metrics if "eval_accuracy" in line]
     assert len(evaluated) == 20
     assert evaluated[0] < 0.8
     assert evaluated[-1] == 1.0
     assert f"accuracy {100 * evaluated[-1]:.2f} %" in stderr
-    described = json.loads((output_of(config) / "config.json").read_text())
+    described = json.loads((config.output / "config.json").read_text())
     assert described["id2label"] == {str(index): name for index, name in enumerate(CLASSES)}
-    model = AutoModelForSequenceClassification.from_pretrained(output_of(config)).eval()
-    tokenizer = AutoTokenizer.from_pretrained(output_of(config))
+    model = AutoModelForSequenceClassification.from_pretrained(config.output).eval()
+    tokenizer = AutoTokenizer.from_pretrained(config.output)
     rows = encoder_rows()
     with torch.no_grad():
         logits = model(**tokenizer([row["text"] for row in rows], return_tensors="pt", padding=True)).logits
     wanted = torch.tensor([number % 3 for number in range(len(rows))])
     share = float((logits.argmax(-1) == wanted).float().mean())
-    report = json.loads(ratel("eval", output_of(config), texts, "--json").stdout)
+    report = as_json("eval", config.output, texts)
     assert report["accuracy"] == pytest.approx(share, abs=1e-6)
     assert report["num_loss_tokens"] == len(rows)
-    verified = ratel("verify", config)
-    assert verified.code == 0, verified.stdout + verified.stderr
-    assert "bit for bit" in verified.stdout
+    assert "bit for bit" in works("verify", config).stdout
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", ["mlm", "classification"])
-def test_killed_and_resumed(make_config: MakeConfig, bert: Path, texts: Path, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["mlm", "a new head", "seq2seq"])
+def test_killed_and_resumed(make_config: MakeConfig, tasks: dict[str, Task], kind: str) -> None:
     """The same tokens are masked, and the same head was drawn."""
-    keys = mlm(texts) if kind == "mlm" else classes(texts, labels=list(CLASSES))
-    whole, killed = (make_config(name, base=bert, **{**keys, "max_steps": 9}) for name in ("whole", "killed"))
-    succeed(whole)
-    run_until_killed(killed, kill_at="commit.written:5")
-    succeed(killed)
-    assert curve(killed) == curve(whole)
-    assert export_hash(killed) == export_hash(whole)
+    base, keys, _ = tasks[kind]
+    whole, killed = (make_config(name, base=base, **{**keys, "max_steps": 9}) for name in ("whole", "killed"))
+    whole.succeed()
+    killed.run_until_killed(kill_at="commit.written:5")
+    killed.succeed()
+    killed.assert_same_result(whole)
 
 
 @pytest.mark.full
@@ -360,13 +322,12 @@ def test_the_other_commands(make_config: MakeConfig, bert: Path, texts: Path, tm
     """check, plan, data and export know the task; generate says that there is nothing to generate."""
     config = make_config(base=bert, **{**mlm(texts), "max_steps": 2, "val_set_size": 4})
     for command in ("check", "plan"):
-        ended = ratel(command, config)
-        assert ended.code == 0, ended.stderr
+        works(command, config)
     assert "that may be masked" in ratel("data", config).stdout
-    succeed(config)
+    config.succeed()
     assert_rejected(ratel("generate", config, "the film"), 2, "BertForMaskedLM generates no text")
-    assert ratel("export", config, "-o", tmp_path / "again").code == 0
-    assert load_file(tmp_path / "again" / "model.safetensors").keys() == exported(config).keys()
+    works("export", config, "-o", tmp_path / "again")
+    assert load_file(tmp_path / "again" / "model.safetensors").keys() == config.exported.keys()
     verified = ratel("verify", config)
     assert "bit for bit" in verified.stdout, verified.stdout
     plain = Path(shutil.copytree(tmp_path / "again", tmp_path / "plain", ignore=shutil.ignore_patterns("ratel.*")))
@@ -390,22 +351,19 @@ def test_classes_that_do_not_fit(
     make_config: MakeConfig, bert: Path, texts: Path, change: dict[str, object], message: str
 ) -> None:
     config = make_config(base=bert, **classes(texts, **change))
-    ended = finetune(config)
+    ended = config.finetune()
     assert ended.code == 2
     assert message in ended.stderr
 
 
 def test_datasets_of_different_tasks(make_config: MakeConfig, bert: Path, texts: Path) -> None:
     sets = [{"path": str(texts), "type": kind} for kind in ("mlm", "completion")]
-    assert_rejected(finetune(make_config(base=bert, datasets=sets)), 2, "another task than that of the other datasets")
+    assert_rejected(make_config(base=bert, datasets=sets).finetune(), 2, "another task than that of the other datasets")
 
 
-def test_models_that_do_not_fit(make_config: MakeConfig, base: Path, bert: Path, texts: Path) -> None:
-    """A decoder has no mask token, and an encoder predicts no next token: the hint names what it can learn."""
-    assert_rejected(finetune(make_config("one", **mlm(texts))), 2, "no masked language model for the model type llama")
-    ended = finetune(make_config("two", base=bert))
-    assert_rejected(ended, 2, "BertForMaskedLM (bert) is a masked language model")
-    assert "datasets of type: mlm or classification" in ended.stderr
+def test_a_decoder_has_no_mask_token(make_config: MakeConfig, texts: Path) -> None:
+    """What an encoder is asked that it cannot learn: tests/e2e/test_other_models.py."""
+    assert_rejected(make_config(**mlm(texts)).finetune(), 2, "no masked language model for the model type llama")
 
 
 @pytest.mark.full
@@ -417,10 +375,9 @@ def test_other_heads_of_the_files_are_left_out(
     torch.manual_seed(5)
     BertForPreTraining(BertConfig.from_pretrained(bert)).save_pretrained(base)
     config = make_config(base=base, **{**mlm(texts), "max_steps": 2})
-    assert "seq_relationship" not in succeed(config)
-    assert exported(config).keys() == load_file(bert / "model.safetensors").keys()
-    verified = ratel("verify", config)
-    assert verified.code == 0, verified.stdout + verified.stderr
+    assert "seq_relationship" not in config.succeed()
+    assert config.exported.keys() == load_file(bert / "model.safetensors").keys()
+    works("verify", config)
 
 
 @pytest.mark.full
@@ -440,12 +397,10 @@ def test_positions_that_no_file_has(make_config: MakeConfig, t5: Path, pairs: Pa
     MarianMTModel(config).save_pretrained(base)
     tokenizer.save_pretrained(base)
     run = make_config(base=base, **{**seq2seq(pairs), "max_steps": 2})
-    assert "drawn from" not in succeed(run)
-    assert "model.encoder.embed_positions.weight" not in exported(run)
-    verified = ratel("verify", run)
-    assert verified.code == 0, verified.stdout + verified.stderr
+    assert "drawn from" not in run.succeed()
+    assert "model.encoder.embed_positions.weight" not in run.exported
+    works("verify", run)
     ignored = shutil.ignore_patterns("ratel.*", "run")
-    plain = Path(shutil.copytree(output_of(run), tmp_path / "plain", ignore=ignored))
+    plain = Path(shutil.copytree(run.output, tmp_path / "plain", ignore=ignored))
     columns = ("datasets.0.field_prompt=question", "datasets.0.field_completion=answer")
-    report = ratel("eval", plain, pairs, *columns, "--json")
-    assert report.code == 0, report.stderr
+    works("eval", plain, pairs, *columns, "--json")

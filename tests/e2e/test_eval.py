@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.e2e.conftest import MakeConfig, SignalAt
-from tests.e2e.runs import ROWS, assert_rejected, output_of, ratel, store_of, succeed
+from tests.e2e.runs import ROWS, Config, as_json, assert_rejected, ratel, works
 
 UNPACKED = ("sample_packing=false", "micro_batch_size=1")
 
@@ -38,26 +38,24 @@ def whole_loss(directory: Path, rows: list[dict[str, object]], *, longest: int =
 
 
 def found(*arguments: object) -> dict[str, object]:
-    ended = ratel("eval", *arguments, "--json")
-    assert ended.code == 0, ended.stderr
-    result = json.loads(ended.stdout)
+    result = as_json("eval", *arguments)
     assert isinstance(result, dict)
     return result
 
 
-def test_a_run_and_its_export_have_the_loss_of_the_model_in_memory(plain_run: Path, rows: Path) -> None:
-    wanted, count = whole_loss(output_of(plain_run), ROWS)
-    before = store_of(plain_run).read_bytes()
-    for model in (plain_run, output_of(plain_run)):
+def test_a_run_and_its_export_have_the_loss_of_the_model_in_memory(plain_run: Config, rows: Path) -> None:
+    wanted, count = whole_loss(plain_run.output, ROWS)
+    before = plain_run.store.read_bytes()
+    for model in (plain_run, plain_run.output):
         result = found(model, rows, *UNPACKED)
         assert (result["loss"], result["num_loss_tokens"]) == (wanted, count)
         assert result["perplexity"] == math.exp(wanted)
-        assert result["model"] == f"{output_of(plain_run)}, step 4"
+        assert result["model"] == f"{plain_run.output}, step 4"
         assert (result["num_samples"], result["is_packed"], result["num_sequences"]) == (48, False, 48)
-    assert store_of(plain_run).read_bytes() == before
+    assert plain_run.store.read_bytes() == before
 
 
-def test_packed_samples_have_the_same_loss(plain_run: Path, rows: Path) -> None:
+def test_packed_samples_have_the_same_loss(plain_run: Config, rows: Path) -> None:
     apart, packed = (found(plain_run, rows, f"sample_packing={each}") for each in ("false", "true"))
     assert packed["is_packed"] and packed["num_sequences"] < apart["num_sequences"]  # type: ignore[operator]
     assert packed["num_loss_tokens"] == apart["num_loss_tokens"]
@@ -73,34 +71,32 @@ def test_a_directory_without_a_run(base: Path, tied_base: Path, rows: Path, tied
     assert result["model"] == f"{directory}, float32"
 
 
-def test_an_export_whose_store_is_gone(plain_run: Path, rows: Path, tmp_path: Path) -> None:
+def test_an_export_whose_store_is_gone(plain_run: Config, rows: Path, tmp_path: Path) -> None:
     copied = tmp_path / "moved"
-    shutil.copytree(output_of(plain_run), copied)
-    config = (copied / "run" / "config.yaml").read_text().replace(str(store_of(plain_run).parent), str(tmp_path / "no"))
+    shutil.copytree(plain_run.output, copied)
+    config = (copied / "run" / "config.yaml").read_text().replace(str(plain_run.store.parent), str(tmp_path / "no"))
     (copied / "run" / "config.yaml").write_text(config)
-    ended = ratel("eval", copied, rows, *UNPACKED, "--json")
-    assert ended.code == 0, ended.stderr
+    ended = works("eval", copied, rows, *UNPACKED, "--json")
     assert "there is no store in" in ended.stderr and f"using the exported model in {copied}" in ended.stderr
-    assert json.loads(ended.stdout)["loss"] == whole_loss(output_of(plain_run), ROWS)[0]
+    assert json.loads(ended.stdout)["loss"] == whole_loss(plain_run.output, ROWS)[0]
     assert_rejected(ratel("eval", copied, rows, "--step", 2), 2, "has no saved steps")
 
 
 @pytest.mark.full
 def test_saved_steps(make_config: MakeConfig, base: Path, rows: Path) -> None:
     config = make_config("run", save_steps=2, save_total_limit=2, max_steps=3)
-    succeed(config)
+    config.succeed()
     losses = {step: found(config, rows, "--step", step)["loss"] for step in (2, 3)}
     assert losses[3] == found(config, rows)["loss"] != losses[2]
     assert_rejected(ratel("eval", config, rows, "--step", 1), 2, "step 1")
 
 
-def test_the_table_and_chosen_rows(plain_run: Path, rows: Path, tmp_path: Path) -> None:
-    ended = ratel("eval", output_of(plain_run), rows, *UNPACKED, "datasets.0.max_samples=5")
-    assert ended.code == 0, ended.stderr
+def test_the_table_and_chosen_rows(plain_run: Config, rows: Path, tmp_path: Path) -> None:
+    ended = works("eval", plain_run.output, rows, *UNPACKED, "datasets.0.max_samples=5")
     lines = dict(line.split(maxsplit=1) for line in ended.stdout.splitlines())
     assert lines["data"] == f"{rows}: 5 samples"
     assert lines["tokens"].endswith("in 5 sequences, not packed")
-    assert lines["loss"] == f"{whole_loss(output_of(plain_run), ROWS[:5])[0]:.4f}"
+    assert lines["loss"] == f"{whole_loss(plain_run.output, ROWS[:5])[0]:.4f}"
     assert set(lines) == {"model", "data", "tokens", "loss", "perplexity", "time"}
     assert list(tmp_path.iterdir()) == []
 
@@ -138,23 +134,23 @@ def test_a_loss_that_is_not_finite(base: Path, rows: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(("limit", "parts"), [("300MiB", ("evaluating needs", "short by")), ("1MiB", ("RAM",))])
-def test_too_little_memory(plain_run: Path, rows: Path, limit: str, parts: tuple[str, ...]) -> None:
+def test_too_little_memory(plain_run: Config, rows: Path, limit: str, parts: tuple[str, ...]) -> None:
     assert_rejected(ratel("eval", plain_run, rows, f"limits.host_memory={limit}"), 3, *parts)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_it(plain_run: Path, rows: Path, signal_at: SignalAt, number: int) -> None:
-    before = store_of(plain_run).read_bytes()
+def test_a_signal_ends_it(plain_run: Config, rows: Path, signal_at: SignalAt, number: int) -> None:
+    before = plain_run.store.read_bytes()
     signal_at(3, number)
     ended = ratel("eval", plain_run, rows)
     assert (ended.code, ended.stdout) == (128 + number, "")
     assert "Stopped. Run the same command again." in ended.stderr
     assert found(plain_run, rows)["num_samples"] == 48, "the store is free"
-    assert store_of(plain_run).read_bytes() == before
+    assert plain_run.store.read_bytes() == before
 
 
-def test_hints_about_bad_rows_are_about_these_rows(plain_run: Path, base: Path, tmp_path: Path) -> None:
+def test_hints_about_bad_rows_are_about_these_rows(plain_run: Config, base: Path, tmp_path: Path) -> None:
     """They name a command that lists them, where there is one."""
     bad = tmp_path / "weird rows.jsonl"
     bad.write_text('{"prompt": "a", "completion": "b"}\n{}\n')

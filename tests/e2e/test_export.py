@@ -15,22 +15,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from transformers.trainer_utils import align_special_tokens
 
 from ratel_cli.config.load import load_config
-from ratel_cli.io.queue import open_queue
 from ratel_cli.run.inputs.tokenizer import tokenizer_files
-from ratel_cli.store.store import Store
 from tests.e2e.conftest import MakeConfig, SignalAt
-from tests.e2e.runs import (
-    assert_rejected,
-    export_hash,
-    file_hash,
-    finetune,
-    output_of,
-    ratel,
-    store_of,
-    succeed,
-    weights_name,
-    weights_path,
-)
+from tests.e2e.runs import Config, assert_rejected, file_hash, ratel, works
 from tests.e2e.trained import TRAINED, WHOLE_OR_ADAPTER, OfEach, load_export, run_of_each
 from tests.tiers import rotating, sample, thinned
 
@@ -45,7 +32,7 @@ def saved_of(tmp_path_factory: pytest.TempPathFactory, base: Path, rows: Path) -
 
 
 @pytest.fixture
-def saved(saved_of: OfEach) -> Path:
+def saved(saved_of: OfEach) -> Config:
     """The config of such a run of all weights. Tests must not change it."""
     return saved_of("all weights")
 
@@ -54,18 +41,18 @@ def saved(saved_of: OfEach) -> Path:
 @pytest.mark.parametrize(("what", "by"), rotating(WHOLE_OR_ADAPTER, ["config", "directory"], full_rotation=True))
 def test_the_last_step_is_the_runs_own_export(saved_of: OfEach, tmp_path: Path, what: str, by: str) -> None:
     saved = saved_of(what)
-    before = file_hash(store_of(saved))
-    ended = ratel("export", saved if by == "config" else output_of(saved), "-o", tmp_path / "new" / "out")
+    before = file_hash(saved.store)
+    ended = ratel("export", saved if by == "config" else saved.output, "-o", tmp_path / "new" / "out")
     assert (ended.code, ended.stdout) == (0, "")
     library = "transformers'" if what == "all weights" else "PEFT's"
     assert [line for line in ended.stderr.splitlines() if not line.startswith("note: ")] == [
         f"exported step 6 to {tmp_path / 'new' / 'out'}; load it with {library} from_pretrained"
     ]
     names = {path.name for path in (tmp_path / "new" / "out").iterdir()}
-    assert names == {path.name for path in output_of(saved).iterdir()} - {"run"}
+    assert names == {path.name for path in saved.output.iterdir()} - {"run"}
     for name in names - {"ratel.files"}:
-        assert file_hash(tmp_path / "new" / "out" / name) == file_hash(output_of(saved) / name), name
-    assert file_hash(store_of(saved)) == before
+        assert file_hash(tmp_path / "new" / "out" / name) == file_hash(saved.output / name), name
+    assert file_hash(saved.store) == before
 
 
 @pytest.mark.full
@@ -74,11 +61,11 @@ def test_a_saved_step_is_the_export_of_a_shorter_run(
     saved_of: OfEach, make_config: MakeConfig, tmp_path: Path, what: str
 ) -> None:
     saved, shorter = saved_of(what), make_config("shorter", **{**SAVING, **TRAINED[what], "max_steps": 4})
-    succeed(shorter)
-    assert ratel("export", output_of(saved), "--step", 4, "-o", tmp_path / "four").code == 0
-    assert ratel("export", output_of(saved), "--step", 6, "-o", tmp_path / "six").code == 0
-    assert file_hash(tmp_path / "four" / weights_name(saved)) == export_hash(shorter)
-    assert file_hash(tmp_path / "six" / weights_name(saved)) == export_hash(saved)
+    shorter.succeed()
+    works("export", saved.output, "--step", 4, "-o", tmp_path / "four")
+    works("export", saved.output, "--step", 6, "-o", tmp_path / "six")
+    assert file_hash(tmp_path / "four" / saved.weights_path.name) == shorter.export_hash
+    assert file_hash(tmp_path / "six" / saved.weights_path.name) == saved.export_hash
     assert re.search("4 (optimizer )?updates", (tmp_path / "four" / "README.md").read_text())
     load_export(saved, tmp_path / "four")
     assert len(AutoTokenizer.from_pretrained(tmp_path / "four")) == 300
@@ -88,19 +75,19 @@ def test_a_saved_step_is_the_export_of_a_shorter_run(
 def test_a_tied_model_and_random_weights(tied_base: Path, make_config: MakeConfig, tmp_path: Path) -> None:
     for name, changes in (("tied", {"base": tied_base}), ("drawn", {"random_init": True})):
         config = make_config(name, max_steps=1, **changes)
-        succeed(config)
-        assert ratel("export", config, "-o", tmp_path / f"{name}-out").code == 0
-        assert file_hash(tmp_path / f"{name}-out" / WEIGHTS) == file_hash(output_of(config) / WEIGHTS)
+        config.succeed()
+        works("export", config, "-o", tmp_path / f"{name}-out")
+        assert file_hash(tmp_path / f"{name}-out" / WEIGHTS) == file_hash(config.output / WEIGHTS)
 
 
-def test_wrong_arguments_are_rejected(saved: Path, base: Path, tmp_path: Path) -> None:
+def test_wrong_arguments_are_rejected(saved: Config, base: Path, tmp_path: Path) -> None:
     """Afterwards neither the store nor the run's export has changed, and nothing was written."""
-    before = file_hash(store_of(saved)), file_hash(output_of(saved) / WEIGHTS), file_hash(base / WEIGHTS)
+    before = file_hash(saved.store), file_hash(saved.output / WEIGHTS), file_hash(base / WEIGHTS)
     (tmp_path / "file").write_text("mine")
     (tmp_path / "empty").mkdir()
     copy = tmp_path / "bad.yaml"
     copy.write_text(saved.read_text() + "\nlearning_rte: 1\n")
-    run, out = output_of(saved), tmp_path / "out"
+    run, out = saved.output, tmp_path / "out"
     for arguments, code, parts in (
         ([tmp_path / "none.yaml", "-o", out], 2, ("none.yaml: no such file",)),
         ([tmp_path / "none", "-o", out], 2, ("none: no such file",)),
@@ -114,18 +101,16 @@ def test_wrong_arguments_are_rejected(saved: Path, base: Path, tmp_path: Path) -
     ):
         assert_rejected(ratel("export", *arguments), code, *parts)
         assert not out.exists()
-    after = file_hash(store_of(saved)), file_hash(output_of(saved) / WEIGHTS), file_hash(base / WEIGHTS)
+    after = file_hash(saved.store), file_hash(saved.output / WEIGHTS), file_hash(base / WEIGHTS)
     assert after == before
 
 
 def test_a_store_that_is_missing_or_of_another_model(
-    saved: Path, tied_base: Path, make_config: MakeConfig, tmp_path: Path
+    saved: Config, tied_base: Path, make_config: MakeConfig, tmp_path: Path
 ) -> None:
     lost = make_config("lost", **SAVING)
-    assert_rejected(
-        ratel("export", lost, "-o", tmp_path / "out"), 2, "there is no store in", str(store_of(lost).parent)
-    )
-    output = str(output_of(saved))
+    assert_rejected(ratel("export", lost, "-o", tmp_path / "out"), 2, "there is no store in", str(lost.store.parent))
+    output = str(saved.output)
     for name, changes in (("tied", {"base": tied_base}), ("wide", {"dtype": "float32"})):
         other = make_config(name, **{**SAVING, "output_dir": output, **changes})
         assert_rejected(ratel("export", other, "-o", tmp_path / "out"), 2, "was made for another model, not for")
@@ -136,30 +121,21 @@ def test_a_store_that_is_missing_or_of_another_model(
 @pytest.mark.parametrize("what", sample(WHOLE_OR_ADAPTER, every=3, offset=2))
 def test_a_damaged_chunk_is_not_exported(make_config: MakeConfig, tmp_path: Path, what: str) -> None:
     config = make_config(max_steps=2, **TRAINED[what])
-    succeed(config)
-    before = export_hash(config)
-    data = store_of(config)
+    config.succeed()
+    before = config.export_hash
+    data = config.store
     content = bytearray(data.read_bytes())
     content[3 * 4096 :] = bytes(byte ^ 1 for byte in content[3 * 4096 :])
     data.write_bytes(content)
-    for output in (tmp_path / "out", output_of(config)):
+    for output in (tmp_path / "out", config.output):
         assert_rejected(ratel("export", config, "-o", output), 4, "damaged")
     assert not (tmp_path / "out").exists()
-    assert export_hash(config) == before
+    assert config.export_hash == before
 
 
-def test_a_full_disk_and_a_read_only_disk(saved: Path, small_disk: Path) -> None:
+def test_a_full_disk_and_a_read_only_disk(saved: Config, small_disk: Path) -> None:
     assert_rejected(ratel("export", saved, "-o", small_disk / "out"), 3, str(small_disk / "out"), "needs", "available")
     assert not (small_disk / "out").exists()
-
-
-@pytest.mark.usefixtures("impatient")
-def test_a_store_in_use(saved: Path, tmp_path: Path) -> None:
-    with (
-        open_queue("threads", notice=pytest.fail) as queue,
-        Store.open([store_of(saved).parent], queue=queue, identity=None),
-    ):
-        assert_rejected(ratel("export", saved, "-o", tmp_path / "out"), 3, "is in use by process")
 
 
 COMMANDS = {
@@ -180,7 +156,7 @@ def test_a_signal_leaves_the_earlier_export(
 ) -> None:
     name, what = COMMANDS[command]
     saved, out = saved_of(what), tmp_path / "out"
-    assert ratel(name, saved, "-o", out).code == 0
+    works(name, saved, "-o", out)
     before = {path.name: file_hash(path) for path in out.iterdir() if path.is_file()}
     signal_at(call, number)
     ended = ratel(name, saved, "--step", 4, "-o", out, "--overwrite")
@@ -207,17 +183,16 @@ def test_an_export_that_broke_off_is_finished_without_being_asked(
 ) -> None:
     name, what = COMMANDS[command]
     saved, out = saved_of(what), tmp_path / "out"
-    weights = weights_name(saved) if name == "export" else WEIGHTS
-    assert ratel(name, saved, "-o", tmp_path / "whole").code == 0
-    assert ratel(name, saved, "--step", 4, "-o", out).code == 0
+    weights = saved.weights_path.name if name == "export" else WEIGHTS
+    works(name, saved, "-o", tmp_path / "whole")
+    works(name, saved, "--step", 4, "-o", out)
     (out / "notes.txt").write_text("mine")
     with monkeypatch.context() as broken:
         failing_at("README.md" if kind == "card" else weights, broken)
         assert_rejected(ratel(name, saved, "-o", out, "--overwrite"), 3, "cannot be written")
         assert_rejected(ratel(name, saved, "-o", out), 3, "the export that was begun", "cannot be finished")
     assert_rejected(ratel(name, saved, "--step", 4, "-o", out), 2, "holds step 6")
-    ended = ratel(name, saved, "-o", out)
-    assert ended.code == 0 and f"{out}: finished the export of step 6, which was interrupted" in ended.stderr
+    assert f"{out}: finished the export of step 6, which was interrupted" in works(name, saved, "-o", out).stderr
     assert file_hash(out / weights) == file_hash(tmp_path / "whole" / weights)
     assert (out / "notes.txt").read_text() == "mine" and not (out / ".export-in-progress").exists()
 
@@ -226,37 +201,37 @@ def test_an_export_that_broke_off_is_finished_without_being_asked(
 @pytest.mark.parametrize("what", sample(WHOLE_OR_ADAPTER, every=3, offset=1))
 def test_a_run_finishes_its_export(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     config = make_config(max_steps=1, **TRAINED[what])
-    succeed(config)
+    config.succeed()
     with monkeypatch.context() as broken:
         failing_at("README.md", broken)
-        assert finetune(config, "max_steps=2").code == 3
-    assert not weights_path(config).exists()
-    before = sorted(output_of(config).rglob("*"))
-    succeed(config, "max_steps=3", "--dry-run")
-    assert sorted(output_of(config).rglob("*")) == before
-    assert "finished the export of step 2" in succeed(config, "max_steps=3")
-    assert not (output_of(config) / ".export-in-progress").exists()
+        assert config.finetune("max_steps=2").code == 3
+    assert not config.weights_path.exists()
+    before = sorted(config.output.rglob("*"))
+    config.succeed("max_steps=3", "--dry-run")
+    assert sorted(config.output.rglob("*")) == before
+    assert "finished the export of step 2" in config.succeed("max_steps=3")
+    assert not (config.output / ".export-in-progress").exists()
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("what", sample(WHOLE_OR_ADAPTER, every=2))
 def test_what_broke_off_is_cleaned(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     config = make_config(max_steps=1, **TRAINED[what])
-    succeed(config)
+    config.succeed()
     with monkeypatch.context() as broken:
-        failing_at(weights_name(config), broken)
-        assert finetune(config, "max_steps=2").code == 3
-    assert ratel("clean", config, "--output", "--yes").code == 0
-    assert not output_of(config).exists()
+        failing_at(config.weights_path.name, broken)
+        assert config.finetune("max_steps=2").code == 3
+    works("clean", config, "--output", "--yes")
+    assert not config.output.exists()
 
 
-def test_an_index_of_the_users_is_renamed(saved: Path, tmp_path: Path) -> None:
+def test_an_index_of_the_users_is_renamed(saved: Config, tmp_path: Path) -> None:
     """It would lead a loader to other weights than the single file of the export."""
     out, index = tmp_path / "out", "model.safetensors.index.json"
     out.mkdir()
     (out / index).write_text("mine")
-    ended = ratel("export", saved, "-o", out, "--overwrite")
-    assert ended.code == 0 and f"{out / index} was in the way of the model, and is now {index}.old" in ended.stderr
+    ended = works("export", saved, "-o", out, "--overwrite")
+    assert f"{out / index} was in the way of the model, and is now {index}.old" in ended.stderr
     assert (out / f"{index}.old").read_text() == "mine" and not (out / index).exists()
     (out / index).write_text("mine")
     ended = ratel("export", saved, "-o", out)
@@ -293,34 +268,34 @@ def test_the_export_ends_texts_where_the_run_did(
         (own / "generation_config.json").unlink()
     tokens = {"eos_token": "<|user|>", "pad_token": "<|end|>"}
     config = make_config(base=own, max_steps=1, special_tokens=tokens, **TRAINED[what])
-    succeed(config)
-    output = output_of(config)
+    config.succeed()
+    output = config.output
     if what != "all weights":
         output = tmp_path / "merged"
-        assert ratel("merge", config, "-o", output).code == 0
+        works("merge", config, "-o", output)
     assert has_defaults == ("max_new_tokens" in json.loads((output / "generation_config.json").read_text()))
     trainers = aligned_by_trainer(own, tmp_path / "trainers", **tokens)
     for read in (AutoConfig, GenerationConfig):
         theirs, ours = read.from_pretrained(trainers), read.from_pretrained(output)
         assert [getattr(ours, name) for name in IDS] == [getattr(theirs, name) for name in IDS]
-    for directory in (output, output_of(config)):
+    for directory in (output, config.output):
         assert {name: AutoTokenizer.from_pretrained(directory).special_tokens_map[name] for name in tokens} == tokens
 
 
 def test_a_run_and_its_export_stop_at_the_runs_end_token(base: Path, make_config: MakeConfig) -> None:
     """It is a token that the model writes anyhow."""
     before = make_config("before", max_steps=1, learning_rate=1e-12)
-    succeed(before)
+    before.succeed()
     asked = ("--raw", "--json", "--max-new-tokens", 9)
     ids = json.loads(ratel("generate", before, "Which number", *asked).stdout)["completions"][0]["token_ids"]
     end = AutoTokenizer.from_pretrained(base).convert_ids_to_tokens(ids[1])
     config = make_config(max_steps=1, learning_rate=1e-12, special_tokens={"eos_token": end})
-    succeed(config)
-    model, tokenizer = (each.from_pretrained(output_of(config)) for each in (AutoModelForCausalLM, AutoTokenizer))
+    config.succeed()
+    model, tokenizer = (each.from_pretrained(config.output) for each in (AutoModelForCausalLM, AutoTokenizer))
     made = model.generate(**tokenizer("Which number", return_tensors="pt"), max_new_tokens=9, do_sample=False)
     alone = made[0, -2:].tolist()
     assert alone == ids[:2]
-    for named in (config, output_of(config)):
+    for named in (config, config.output):
         [completion] = json.loads(ratel("generate", named, "Which number", *asked).stdout)["completions"]
         assert completion["token_ids"] == alone
 
@@ -344,7 +319,7 @@ def test_an_end_that_a_run_teaches_is_in_its_export(base: Path, make_config: Mak
     made = {"max_steps": 1, "datasets": [{"path": str(rows), "type": "chat_template"}]}
     end, eos = AutoTokenizer.from_pretrained(base).convert_tokens_to_ids(["<|assistant|>", "<|end|>"])
     config = make_config(**made, chat_template_jinja=str(template))
-    succeed(config)
-    assert GenerationConfig.from_pretrained(output_of(config)).eos_token_id == [eos, end]
-    succeed(make_config(**made), "--resume", "no", "--overwrite-store")
-    assert GenerationConfig.from_pretrained(output_of(config)).eos_token_id == eos
+    config.succeed()
+    assert GenerationConfig.from_pretrained(config.output).eos_token_id == [eos, end]
+    make_config(**made).succeed("--resume", "no", "--overwrite-store")
+    assert GenerationConfig.from_pretrained(config.output).eos_token_id == eos

@@ -13,30 +13,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from transformers import LlamaConfig, TrainingArguments, get_scheduler
+from transformers import TrainingArguments, get_scheduler
 
 from ratel_cli.config.load import load_config
 from tests.e2e.conftest import MakeConfig
-from tests.e2e.runs import (
-    assert_rejected,
-    assert_same_result,
-    exported,
-    file_hash,
-    finetune,
-    load_data,
-    metrics,
-    output_of,
-    run_until_killed,
-    store_of,
-    succeed,
-)
-from tests.reference import Recipe, Trained, train_in_memory
+from tests.e2e.runs import Config, assert_rejected, file_hash
+from tests.e2e.trained import assert_trained, in_plain_torch
+from tests.reference import Trained
 
 WARMED_UP: dict[str, object] = {"warmup_ratio": 0.3, "lr_scheduler": "linear"}
 
 
-def rates(config: Path, num_steps: int, *, num_warmup_steps: int | None = None) -> list[float]:
+def rates(config: Config, num_steps: int, *, num_warmup_steps: int | None = None) -> list[float]:
     """The rates of a run of this many steps, by transformers. `num_warmup_steps`: not those of the config."""
     settings = load_config(config).config
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=settings.learning_rate)
@@ -52,28 +40,16 @@ def rates(config: Path, num_steps: int, *, num_warmup_steps: int | None = None) 
     return found
 
 
-def reference(config: Path, base: Path, learning_rates: list[float]) -> Trained:
+def reference(config: Config, base: Path, learning_rates: list[float]) -> Trained:
     """The config's steps in memory, with these rates."""
-    settings, data = load_config(config).config, load_data(config)
-    recipe = Recipe(
-        dtype=getattr(torch, settings.dtype),
-        learning_rates=tuple(learning_rates),
-        weight_decay=settings.weight_decay,
-        max_grad_norm=settings.max_grad_norm,
-        seed=settings.seed,
-    )
-    steps = [data.step(step) for step in range(len(learning_rates))]
-    return train_in_memory(LlamaConfig.from_pretrained(base), load_file(base / "model.safetensors"), steps, recipe)
+    return in_plain_torch(config, base, learning_rates=tuple(learning_rates))
 
 
-def check_same(config: Path, trained: Trained, learning_rates: list[float]) -> None:
+def check_same(config: Config, trained: Trained, learning_rates: list[float]) -> None:
     """Weights, losses, norms and rates, bit for bit."""
-    weights = exported(config)
-    dtype = next(iter(weights.values())).dtype
-    assert [name for name in weights if not torch.equal(weights[name], trained.weights[name].to(dtype))] == []
-    found = [(line["step"], line["loss"], line["grad_norm"], line["learning_rate"]) for line in metrics(config)]
-    numbers = range(1, len(learning_rates) + 1)
-    assert found == list(zip(numbers, trained.losses, trained.norms, learning_rates, strict=True))
+    assert_trained(config, trained)
+    found = [(line["step"], line["learning_rate"]) for line in config.metrics]
+    assert found == list(enumerate(learning_rates, start=1))
 
 
 @pytest.mark.parametrize(
@@ -89,8 +65,8 @@ def check_same(config: Path, trained: Trained, learning_rates: list[float]) -> N
 def test_a_finished_run_gets_more_steps(make_config: MakeConfig, base: Path, scheduler: str, dtype: str) -> None:
     """With warm-up, clipping and accumulation, twice; the last step of each part has a rate of its own."""
     config = make_config(**WARMED_UP | {"lr_scheduler": scheduler, "dtype": dtype})
-    succeed(config)
-    stderr = succeed(config, "max_steps=6")
+    config.succeed()
+    stderr = config.succeed("max_steps=6")
     expected = [*rates(config, 4), *rates(config, 6)[4:], *rates(config, 11)[6:]]
     words = (
         "max_steps was 4, is now 6: the run now ends with step 6; from step 5 on its learning rate is that of a run of "
@@ -98,42 +74,42 @@ def test_a_finished_run_gets_more_steps(make_config: MakeConfig, base: Path, sch
     )
     assert words in stderr
     assert "resuming from step 4" in stderr
-    assert "max_steps was 6, is now 11" in succeed(config, "max_steps=11")
+    assert "max_steps was 6, is now 11" in config.succeed("max_steps=11")
     check_same(config, reference(config, base, expected), expected)
-    assert "was" not in succeed(config, "max_steps=11"), "it has this length now"
+    assert "was" not in config.succeed("max_steps=11"), "it has this length now"
 
 
 @pytest.mark.full
 def test_epochs_are_added(make_config: MakeConfig) -> None:
     """At a constant rate it is the longer run, bit for bit."""
     extended, whole = (make_config(name, max_steps=None, num_epochs=2.5) for name in ("extended", "whole"))
-    succeed(whole)
-    succeed(extended, "num_epochs=0.5")
-    assert len(metrics(extended)) < load_data(extended).steps_per_epoch
-    stderr = succeed(extended)
-    assert f"num_epochs was 0.5, is now 2.5: the run now ends with step {len(metrics(whole))}; " in stderr
-    assert_same_result(extended, whole)
+    whole.succeed()
+    extended.succeed("num_epochs=0.5")
+    assert len(extended.metrics) < extended.load_data().steps_per_epoch
+    stderr = extended.succeed()
+    assert f"num_epochs was 0.5, is now 2.5: the run now ends with step {len(whole.metrics)}; " in stderr
+    extended.assert_same_result(whole)
 
 
 @pytest.mark.full
 def test_a_run_of_an_earlier_version_keeps_its_length(make_config: MakeConfig) -> None:
     """It was to have 3 steps, the nearest number to 3.4, without a warm-up: 0.9 steps were none. Now it would be 4 and
     2 of them; so it is when the run starts over."""
-    steps_per_epoch = load_data(make_config()).steps_per_epoch
+    steps_per_epoch = make_config().load_data().steps_per_epoch
     config = make_config(**WARMED_UP | {"max_steps": None, "num_epochs": 3.4 / steps_per_epoch})
-    run_until_killed(config, kill_at="commit.written:4")
-    file = output_of(config) / "run" / "run.json"
+    config.run_until_killed(kill_at="commit.written:4")
+    file = config.output / "run" / "run.json"
     facts = json.loads(file.read_text())
     assert (facts["num_steps"], facts.pop("rounds_up")) == (4, True)
     file.write_text(json.dumps({**facts, "num_steps": 3}))
     for _ in range(2):  # what it was begun with stays known
-        assert "is now" not in succeed(config)
+        assert "is now" not in config.succeed()
         facts = json.loads(file.read_text())
         assert (facts["num_steps"], facts["rounds_up"]) == (3, False)
     expected = [*rates(config, 4)[:2], rates(config, 3, num_warmup_steps=0)[2]]
-    assert [line["learning_rate"] for line in metrics(config)] == expected
-    succeed(config, "--resume", "no")
-    assert [line["learning_rate"] for line in metrics(config)] == rates(config, 4)
+    assert [line["learning_rate"] for line in config.metrics] == expected
+    config.succeed("--resume", "no")
+    assert [line["learning_rate"] for line in config.metrics] == rates(config, 4)
     assert json.loads(file.read_text())["rounds_up"]
 
 
@@ -141,23 +117,23 @@ def test_a_run_of_an_earlier_version_keeps_its_length(make_config: MakeConfig) -
 def test_a_run_that_was_killed_gets_more_steps(make_config: MakeConfig, base: Path) -> None:
     """The steps that it had done are those of the earlier length, though that run never ended."""
     config = make_config(**WARMED_UP | {"max_steps": 6})
-    run_until_killed(config, kill_at="commit.written:4")
-    succeed(config, "max_steps=9")
+    config.run_until_killed(kill_at="commit.written:4")
+    config.succeed("max_steps=9")
     expected = [*rates(config, 6)[:2], *rates(config, 9)[2:]]
-    lines = [line["learning_rate"] for line in metrics(config)]
+    lines = [line["learning_rate"] for line in config.metrics]
     assert lines == expected
     check_same(config, reference(config, base, expected), expected)
 
 
 @pytest.mark.nightly
-def test_without_the_files_of_the_run(make_config: MakeConfig, plain_run: Path) -> None:
+def test_without_the_files_of_the_run(make_config: MakeConfig, plain_run: Config) -> None:
     """The store alone is enough; only the notice needs the earlier config."""
     config = make_config(max_steps=2)
-    succeed(config)
-    shutil.rmtree(output_of(config) / "run")
-    assert "is now" not in succeed(config, "max_steps=4")
-    assert [line["step"] for line in metrics(config)] == [3, 4]
-    weights, expected = exported(config), exported(plain_run)
+    config.succeed()
+    shutil.rmtree(config.output / "run")
+    assert "is now" not in config.succeed("max_steps=4")
+    assert [line["step"] for line in config.metrics] == [3, 4]
+    weights, expected = config.exported, plain_run.exported
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 
@@ -166,28 +142,28 @@ def test_a_planned_split_stays(make_config: MakeConfig, tmp_path: Path, monkeypa
     """The store has the split, whatever the length."""
     split = {"tokens_per_step": 256, "micro_batch_size": None, "gradient_accumulation_steps": None}
     written_out = make_config("run", micro_batch_size=1, gradient_accumulation_steps=4, max_steps=2)
-    succeed(written_out)
+    written_out.succeed()
     planned = make_config("run", **split)
     assert planned == written_out
-    assert "4 micro-batches of 1 x 64 = 256 tokens, split by the plan; steps 3 to 4" in succeed(planned)
+    assert "4 micro-batches of 1 x 64 = 256 tokens, split by the plan; steps 3 to 4" in planned.succeed()
 
 
 @pytest.mark.full
 def test_fewer_steps_than_are_done(make_config: MakeConfig, base: Path) -> None:
     """Rejected, with the ways back; the saved step that the hint names can be exported and gone back to."""
     config = make_config(**WARMED_UP | {"max_steps": 8, "save_steps": 3, "save_total_limit": 3})
-    succeed(config)
-    before = file_hash(store_of(config))
-    ended = finetune(config, "max_steps=5")
+    config.succeed()
+    before = file_hash(config.store)
+    ended = config.finetune("max_steps=5")
     assert_rejected(ended, 2, "has done 8 steps, but would now end after step 5: max_steps was 8, is now 5")
     hint = (
         "hint: set max_steps or num_epochs higher to train on; or go back to a saved step with --resume 3, which drops "
         f"the later steps; or export it with `ratel export {config} --step 3 -o DIR`"
     )
     assert hint in ended.stderr
-    assert_rejected(finetune(config, "max_steps=5", "--resume", "6"), 2, "has done 6 steps, but would now end after")
-    assert file_hash(store_of(config)) == before
-    stderr = succeed(config, "max_steps=5", "--resume", "3")
+    assert_rejected(config.finetune("max_steps=5", "--resume", "6"), 2, "has done 6 steps, but would now end after")
+    assert file_hash(config.store) == before
+    stderr = config.succeed("max_steps=5", "--resume", "3")
     assert "max_steps was 8, is now 5: the run now ends with step 5; from step 4 on" in stderr
     expected = [*rates(config, 8)[:3], *rates(config, 5)[3:]]
     check_same(config, reference(config, base, expected), expected)
@@ -196,17 +172,17 @@ def test_fewer_steps_than_are_done(make_config: MakeConfig, base: Path) -> None:
 @pytest.mark.nightly
 def test_no_step_to_go_back_to(make_config: MakeConfig) -> None:
     config = make_config(max_steps=3)
-    succeed(config)
-    shutil.rmtree(output_of(config) / "run")
-    ended = finetune(config, "max_steps=2")
+    config.succeed()
+    shutil.rmtree(config.output / "run")
+    ended = config.finetune("max_steps=2")
     assert_rejected(ended, 2, "the run has done 3 steps, but would now end after step 2")
     assert "or start over with --resume no; no step is saved that is early enough to go back to" in ended.stderr
 
 
-def test_a_run_may_end_where_it_is(make_config: MakeConfig, plain_run: Path) -> None:
+def test_a_run_may_end_where_it_is(make_config: MakeConfig, plain_run: Config) -> None:
     """It was stopped; now what it has done is all, and it is exported."""
     config = make_config(max_steps=9)
-    run_until_killed(config, kill_at="commit.written:6")
-    stderr = succeed(config, "max_steps=4")
+    config.run_until_killed(kill_at="commit.written:6")
+    stderr = config.succeed("max_steps=4")
     assert "max_steps was 9, is now 4: the run now ends with step 4, which is done" in stderr
-    assert_same_result(config, plain_run)
+    config.assert_same_result(plain_run)

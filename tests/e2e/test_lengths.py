@@ -16,7 +16,7 @@ from scripts import family_configs
 from tests.e2e.conftest import MakeConfig
 from tests.e2e.encoders import CLASSES, save_encoder, save_pair_model, write_encoder_rows, write_pair_rows
 from tests.e2e.preferences import pairs, verdicts, write
-from tests.e2e.runs import metrics, output_of, ratel, succeed, write_rows
+from tests.e2e.runs import as_json, ratel, works, write_rows
 from tests.tiers import sample, thinned
 
 
@@ -77,11 +77,11 @@ def test_the_tokens_of_a_step_are_those_of_the_data(
     source: dict[str, object] = {"path": str(rows), "type": keys.pop("data_type", "completion")}
     source |= {key: keys.pop(key) for key in ("labels", "field_prompt", "field_completion") if key in keys}
     config = make_config(base=model, datasets=[source], max_steps=None, num_epochs=1, **keys)
-    of_full_rows = json.loads(ratel("plan", config, "--json").stdout)
-    stderr = succeed(config)
-    steps = metrics(config)
+    of_full_rows = as_json("plan", config)
+    stderr = config.succeed()
+    steps = config.metrics
     tokens = mean(step["tokens"] for step in steps)
-    plan = json.loads((output_of(config) / "run" / "plan.json").read_bytes())
+    plan = json.loads((config.output / "run" / "plan.json").read_bytes())
     workload = plan["workload"]
     full_tokens = workload["micro_batch_size"] * workload["num_micro_batches"] * workload["sequence_len"]
     assert workload["filling"]["tokens"] * full_tokens == pytest.approx(tokens)
@@ -89,7 +89,7 @@ def test_the_tokens_of_a_step_are_those_of_the_data(
     rate = plan["throughput"]["tokens_per_second"]
     assert rate * plan["time"]["step_seconds"] == pytest.approx(tokens)
     assert f"{tokens:.0f} on average in this data" in stderr
-    planned = json.loads(ratel("plan", config, "--json").stdout)
+    planned = as_json("plan", config)
     assert planned["throughput"]["tokens_per_second"] * planned["time"]["step_seconds"] == pytest.approx(tokens)
     assert of_full_rows["workload"]["filling"] is None and of_full_rows["memory"]["fits"]
     assert of_full_rows["throughput"]["tokens_per_second"] * of_full_rows["time"]["step_seconds"] == pytest.approx(
@@ -102,7 +102,7 @@ def test_a_plan_says_that_it_assumes_full_rows(make_config: MakeConfig) -> None:
     """As long as nothing has read the data as it is now; `ratel check` does."""
     config = make_config(sample_packing=False)
     assert ", assuming full rows" in ratel("plan", config).stdout
-    assert ratel("check", config).code == 0
+    works("check", config)
     known = ratel("plan", config).stdout
     assert "on average in this data" in known and "assuming" not in known
     assert "assuming full rows" in ratel("plan", config, "sequence_len=32").stdout

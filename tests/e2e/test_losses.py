@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from transformers import LlamaConfig
 from transformers.trainer_pt_utils import LabelSmoother
 
 from tests.e2e.conftest import MakeConfig
-from tests.e2e.runs import assert_rejected, exported, finetune, load_data, metrics, output_of, ratel, recipe_of, succeed
-from tests.reference import train_in_memory
+from tests.e2e.runs import (
+    as_json,
+    assert_rejected,
+)
+from tests.e2e.trained import in_plain_torch
 
 NUM_STEPS = 3
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -46,32 +45,21 @@ def test_it_trains_what_the_other_trainer_does(
     make_config: MakeConfig, base: Path, keys: dict[str, object], loss: Loss
 ) -> None:
     config = make_config(**keys, max_steps=NUM_STEPS, dtype="float32")
-    succeed(config)
-    data = load_data(config)
-    wanted = train_in_memory(
-        LlamaConfig.from_pretrained(base),
-        load_file(base / "model.safetensors"),
-        [data.step(step) for step in range(NUM_STEPS)],
-        replace(recipe_of(config), token_loss=loss),
-    )
-    assert [line["loss"] for line in metrics(config)] == pytest.approx(wanted.losses, rel=2e-5)
-    for name, values in exported(config).items():
+    config.succeed()
+    wanted = in_plain_torch(config, base, token_loss=loss)
+    assert [line["loss"] for line in config.metrics] == pytest.approx(wanted.losses, rel=2e-5)
+    for name, values in config.exported.items():
         torch.testing.assert_close(values, wanted.weights[name], rtol=1e-3, atol=2e-4)
-    assert next(iter(keys)).replace("dynamic_finetuning", "dft_loss") in (output_of(config) / "README.md").read_text()
+    assert next(iter(keys)).replace("dynamic_finetuning", "dft_loss") in (config.output / "README.md").read_text()
 
 
 @pytest.mark.full
 def test_another_loss_is_another_run_and_is_no_perplexity(make_config: MakeConfig, rows: Path) -> None:
     """`eval` has the cross-entropy, whatever was trained with."""
     config, plain = make_config(max_steps=1, label_smoothing_factor=0.2), make_config("plain", max_steps=1)
-    succeed(config)
-    succeed(plain)
-    ended = finetune(config, "label_smoothing_factor=0.1", "max_steps=2")
+    config.succeed()
+    plain.succeed()
+    ended = config.finetune("label_smoothing_factor=0.1", "max_steps=2")
     assert_rejected(ended, 2, "label_smoothing_factor was 0.2, is now 0.1")
-    losses = [json.loads(ratel("eval", each, rows, "--json").stdout)["loss"] for each in (config, plain)]
+    losses = [as_json("eval", each, rows)["loss"] for each in (config, plain)]
     assert losses[0] == pytest.approx(losses[1], rel=0.02)
-
-
-def test_two_losses_at_once(make_config: MakeConfig) -> None:
-    config = make_config(use_dft_loss=True, label_smoothing_factor=0.1)
-    assert_rejected(finetune(config), 2, "each is a loss of its own")

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, MistralConfig, Mis
 from ratel_cli.data.text import mistral_tokenizer
 from tests.data.mistral_oracle import prompt, turns, whole
 from tests.e2e.conftest import MakeConfig
-from tests.e2e.runs import CHAT, ROWS, assert_rejected, output_of, ratel, succeed, write_config
+from tests.e2e.runs import CHAT, ROWS, Config, as_json, assert_rejected, ratel, works, write_config
 from tests.mistral_vocabularies import save_vocabulary
 
 NUM_TOKENS = 700
@@ -44,17 +44,15 @@ def mistral_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def mistral_run(tmp_path_factory: pytest.TempPathFactory, mistral_base: Path, rows: Path) -> Path:
+def mistral_run(tmp_path_factory: pytest.TempPathFactory, mistral_base: Path, rows: Path) -> Config:
     """The config of a run. Tests must not change it."""
     config = write_config(tmp_path_factory.mktemp("run"), base=mistral_base, rows=rows, **KEY, max_steps=2)  # type: ignore[arg-type]
-    succeed(config)
+    config.succeed()
     return config
 
 
-def test_what_is_trained(mistral_run: Path, mistral_base: Path) -> None:
-    ended = ratel("data", mistral_run, "--json", "-n", len(ROWS))
-    assert ended.code == 0, ended.stderr
-    found = json.loads(ended.stdout)["samples"]
+def test_what_is_trained(mistral_run: Config, mistral_base: Path) -> None:
+    found = as_json("data", mistral_run, "-n", len(ROWS))["samples"]
     path = mistral_base / "tekken.json"
     for sample, row in zip(found, ROWS, strict=True):
         messages = row["messages"]
@@ -66,16 +64,15 @@ def test_what_is_trained(mistral_run: Path, mistral_base: Path) -> None:
     assert "<s>[INST]Which number is 0?[/INST]\N{MATHEMATICAL LEFT WHITE SQUARE BRACKET}0 is even</s>" in shown
 
 
-def test_the_export_has_the_tokenizer_and_answers(mistral_run: Path, mistral_base: Path, tmp_path: Path) -> None:
-    output = output_of(mistral_run)
+def test_the_export_has_the_tokenizer_and_answers(mistral_run: Config, mistral_base: Path, tmp_path: Path) -> None:
+    output = mistral_run.output
     assert (output / "tekken.json").read_bytes() == (mistral_base / "tekken.json").read_bytes()
     ids = prompt(output / "tekken.json", [{"role": "user", "content": "Which number is 3?"}])
     model = AutoModelForCausalLM.from_pretrained(output, dtype=torch.float32)
     made = model.generate(torch.tensor([ids]), max_new_tokens=5, do_sample=False)[0, len(ids) :].tolist()
     moved = shutil.copytree(output, tmp_path / "moved", ignore=shutil.ignore_patterns("run"))
     for named, keys in ((output, []), (moved, ["tokenizer_use_mistral_common=true"])):
-        ended = ratel("generate", named, "Which number is 3?", *keys, "--max-new-tokens", 5, "--json")
-        assert ended.code == 0, ended.stderr
+        ended = works("generate", named, "Which number is 3?", *keys, "--max-new-tokens", 5, "--json")
         (completion,) = json.loads(ended.stdout)["completions"]
         expected = mistral_tokenizer.MistralTokenizer(output / "tekken.json").decode(
             made, skip_special_tokens=True, clean_up_tokenization_spaces=False
@@ -86,8 +83,8 @@ def test_the_export_has_the_tokenizer_and_answers(mistral_run: Path, mistral_bas
 @pytest.mark.full
 def test_an_adapters_export_has_the_tokenizer(make_config: MakeConfig, mistral_base: Path) -> None:
     config = make_config(base=mistral_base, adapter="lora", max_steps=1, **KEY)
-    succeed(config)
-    assert (output_of(config) / "tekken.json").is_file()
+    config.succeed()
+    assert (config.output / "tekken.json").is_file()
 
 
 def test_a_vocabulary_that_is_larger_than_the_model(
@@ -105,10 +102,9 @@ def test_init_and_check(tmp_path: Path, mistral_base: Path) -> None:
     written, rows = tmp_path / "run.yaml", tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"messages": row["messages"]}) + "\n" for row in ROWS), encoding="utf-8")
     key = "tokenizer_use_mistral_common=true"
-    ended = ratel("init", mistral_base, key, "--data", rows, "-o", written)
-    assert ended.code == 0, ended.stderr
+    works("init", mistral_base, key, "--data", rows, "-o", written)
     assert "type: chat_template" in written.read_text() and "chatml" not in written.read_text()
-    assert ratel("check", written).code == 0
+    works("check", written)
 
 
 def test_no_file_of_a_tokenizer(make_config: MakeConfig, base: Path) -> None:
@@ -128,7 +124,7 @@ def test_the_package_is_missing(make_config: MakeConfig, mistral_base: Path, mon
         ended = ratel(command, config)
         assert_rejected(ended, 2, "tokenizer_use_mistral_common: the package mistral-common is not installed here")
         assert len(ended.errors) == 1 and "ratel-cli[mistral]" in ended.stderr
-    assert not output_of(config).exists()
+    assert not config.output.exists()
 
 
 def test_without_the_key_the_package_changes_nothing(
@@ -143,5 +139,5 @@ def test_without_the_key_the_package_changes_nothing(
 
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", noting)
     config = make_config(base=mistral_base, special_tokens={"eos_token": "</s>"})
-    assert ratel("check", config).code == 0
+    works("check", config)
     assert len(asked) >= 2 and not any(each is not False for each in asked)

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from scripts.family_configs import VOCAB_SIZE
 from tests.e2e.conftest import MakeConfig
-from tests.e2e.runs import curve, exported, output_of, ratel, succeed
+from tests.e2e.runs import Config, ratel, works
 from tests.engine.mixed import BOTH, mixed_config
 
 BIAS = "e_score_correction_bias"
@@ -32,7 +32,7 @@ def mixed_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def config(make_config: MakeConfig, mixed_base: Path, tmp_path: Path) -> Path:
+def config(make_config: MakeConfig, mixed_base: Path, tmp_path: Path) -> Config:
     draw = torch.Generator().manual_seed(1)
     rows = [torch.randint(3, VOCAB_SIZE - 1, (40,), generator=draw).tolist() for _ in range(32)]
     data = tmp_path / "tokens.jsonl"
@@ -42,11 +42,11 @@ def config(make_config: MakeConfig, mixed_base: Path, tmp_path: Path) -> Path:
     )
 
 
-def test_the_export_has_every_tensor_in_the_dtype_that_transformers_loads(config: Path, mixed_base: Path) -> None:
-    succeed(config)
-    files, before = exported(config), load_file(mixed_base / "model.safetensors")
+def test_the_export_has_every_tensor_in_the_dtype_that_transformers_loads(config: Config, mixed_base: Path) -> None:
+    config.succeed()
+    files, before = config.exported, load_file(mixed_base / "model.safetensors")
     assert files.keys() == before.keys()
-    loaded = AutoModelForCausalLM.from_pretrained(output_of(config), dtype=torch.bfloat16)
+    loaded = AutoModelForCausalLM.from_pretrained(config.output, dtype=torch.bfloat16)
     for name, parameter in loaded.named_parameters():
         if name in files:
             assert files[name].dtype == parameter.dtype, name
@@ -57,24 +57,22 @@ def test_the_export_has_every_tensor_in_the_dtype_that_transformers_loads(config
         assert (name in frozen) == (torch.equal(files[name].float(), before[name]))
     for name in routers:
         assert not torch.equal(files[name], files[name].bfloat16().float())
-    ended = ratel("verify", config)
-    assert ended.code == 0, ended.stderr
-    assert "bit for bit" in ended.stdout
+    assert "bit for bit" in works("verify", config).stdout
 
 
 @pytest.mark.full
-def test_it_goes_on_from_a_saved_step_and_is_evaluated(config: Path, tmp_path: Path) -> None:
-    succeed(config)
-    parts = tmp_path / "parts" / "run.yaml"
+def test_it_goes_on_from_a_saved_step_and_is_evaluated(config: Config, tmp_path: Path) -> None:
+    config.succeed()
+    parts = Config(tmp_path / "parts" / "run.yaml")
     parts.parent.mkdir()
     parts.write_text(config.read_text().replace(str(config.parent), str(parts.parent)))
-    succeed(parts, "max_steps=2")
-    succeed(parts)
-    assert curve(parts) == curve(config)
-    whole, continued = exported(config), exported(parts)
+    parts.succeed("max_steps=2")
+    parts.succeed()
+    assert parts.curve == config.curve
+    whole, continued = config.exported, parts.exported
     assert all(torch.equal(values, whole[name]) for name, values in continued.items())
     arguments = (tmp_path / "tokens.jsonl", "datasets.0.type=tokens")
-    losses = [ratel("eval", each, *arguments, "--json") for each in (config, output_of(config))]
+    losses = [ratel("eval", each, *arguments, "--json") for each in (config, config.output)]
     assert [ended.code for ended in losses] == [0, 0], [ended.stderr for ended in losses]
     of_store, of_export = (json.loads(ended.stdout) for ended in losses)
     assert of_store["loss"] == of_export["loss"]

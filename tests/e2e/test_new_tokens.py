@@ -15,22 +15,7 @@ from safetensors.torch import load_file
 from transformers import AddedToken, AutoModelForCausalLM, AutoTokenizer
 
 from tests.e2e.conftest import MakeConfig
-from tests.e2e.runs import (
-    ROWS,
-    assert_rejected,
-    assert_same_result,
-    exported,
-    finetune,
-    load_data,
-    metrics,
-    output_of,
-    ratel,
-    recipe_of,
-    run_until_killed,
-    save_base,
-    succeed,
-    succeed_ranks,
-)
+from tests.e2e.runs import ROWS, Config, assert_rejected, save_base, works
 from tests.reference import Trained, train_in_memory
 
 _OTHERS = [("mean", False), ("random", True), ("random", False)]
@@ -50,13 +35,13 @@ def grown(base: Path, directory: Path, *, rows: int, seed: int = 42, mean: bool 
     return directory
 
 
-def plain(config: Path, directory: Path, **changes: object) -> Trained:
+def plain(config: Config, directory: Path, **changes: object) -> Trained:
     """The run of `config`, on the model in `directory`, with plain PyTorch."""
-    data = load_data(config, tokenizer_dir=directory)
-    steps = [data.step(step) for step in range(len(metrics(config)))]
+    data = config.load_data(tokenizer_dir=directory)
+    steps = [data.step(step) for step in range(len(config.metrics))]
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     return train_in_memory(
-        model.config, load_file(directory / "model.safetensors"), steps, replace(recipe_of(config), **changes)
+        model.config, load_file(directory / "model.safetensors"), steps, replace(config.recipe, **changes)
     )
 
 
@@ -66,15 +51,15 @@ def plain(config: Path, directory: Path, **changes: object) -> Trained:
 def test_a_run_trains_the_grown_model(make_config: MakeConfig, tmp_path: Path, init: str, tied: bool) -> None:
     base = save_base(tmp_path / "base", tied=tied)
     config = make_config(base=base, tokens=TOKENS, new_tokens_init=init)
-    stderr = succeed(config)
+    stderr = config.succeed()
     rows = len(AutoTokenizer.from_pretrained(base)) + len(TOKENS)
     assert f"the vocabulary grows to {rows} rows; new ones are drawn (new_tokens_init: {init})" in stderr
     trained = plain(config, grown(base, tmp_path / "grown", rows=rows, mean=init == "mean"))
-    assert [line["loss"] for line in metrics(config)] == list(trained.losses)
-    weights = exported(config)
+    assert [line["loss"] for line in config.metrics] == list(trained.losses)
+    weights = config.exported
     assert {name for name in trained.weights if not torch.equal(weights[name], trained.weights[name])} == set()
-    loaded = AutoModelForCausalLM.from_pretrained(output_of(config))
-    assert loaded.config.vocab_size == rows == len(AutoTokenizer.from_pretrained(output_of(config)))
+    loaded = AutoModelForCausalLM.from_pretrained(config.output)
+    assert loaded.config.vocab_size == rows == len(AutoTokenizer.from_pretrained(config.output))
 
 
 @pytest.mark.parametrize(("saved", "tied", "dtype"), [
@@ -98,7 +83,7 @@ def test_an_adapter(make_config: MakeConfig, tmp_path: Path, *, tied: bool, save
         dtype=dtype,
         peft_ensure_weight_tying=tied and bool(saved),
     )
-    succeed(config)
+    config.succeed()
     first = len(AutoTokenizer.from_pretrained(base))
     new = [first, first + 1]
     directory = grown(base, tmp_path / "grown", rows=first + 2)
@@ -107,15 +92,13 @@ def test_an_adapter(make_config: MakeConfig, tmp_path: Path, *, tied: bool, save
     lora |= {"modules_to_save": [*saved] or None, "ensure_weight_tying": tied and bool(saved)}
     lora |= {"trainable_token_indices": rows or None}
     trained = plain(config, directory, lora=tuple(lora.items()))
-    assert [line["loss"] for line in metrics(config)] == list(trained.losses)
-    ended = ratel("verify", config)
-    assert ended.code == 0, ended.stderr
+    assert [line["loss"] for line in config.metrics] == list(trained.losses)
+    works("verify", config)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-        wanted = PeftModel.from_pretrained(model, output_of(config)).merge_and_unload().state_dict()
-    ended = ratel("merge", config, "-o", tmp_path / "merged")
-    assert ended.code == 0, ended.stderr
+        wanted = PeftModel.from_pretrained(model, config.output).merge_and_unload().state_dict()
+    works("merge", config, "-o", tmp_path / "merged")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     assert merged.config.vocab_size == first + 2
     found = merged.state_dict()
@@ -140,37 +123,36 @@ def test_a_new_end_of_text(make_config: MakeConfig, tmp_path: Path) -> None:
         "max_steps": 3,
     }
     config, killed = make_config(**settings), make_config("killed", **settings)
-    succeed(config)
-    run_until_killed(killed, kill_at="commit.written:2")
-    ended = finetune(killed, "new_tokens_init=mean")
+    config.succeed()
+    killed.run_until_killed(kill_at="commit.written:2")
+    ended = killed.finetune("new_tokens_init=mean")
     assert_rejected(ended, 2, "new_tokens_init was random, is now mean")
-    succeed(killed)
-    assert_same_result(config, killed)
-    tokenizer, before = AutoTokenizer.from_pretrained(output_of(config)), AutoTokenizer.from_pretrained(base)
+    killed.succeed()
+    config.assert_same_result(killed)
+    tokenizer, before = AutoTokenizer.from_pretrained(config.output), AutoTokenizer.from_pretrained(base)
     first = len(before)
     assert tokenizer("<think>a<|stop|><|tool|>").input_ids == [first + 1, *before("a").input_ids, first, first + 2]
     assert tokenizer.decode([first, first + 1, first + 2], skip_special_tokens=True) == "<think>"
-    model = AutoModelForCausalLM.from_pretrained(output_of(config))
+    model = AutoModelForCausalLM.from_pretrained(config.output)
     rows = model.get_input_embeddings().weight.shape[0]
     assert (rows % 64, rows - first <= 66) == (0, True)
     assert model.config.eos_token_id == model.generation_config.eos_token_id[0] == tokenizer.eos_token_id == first
     for arguments in (("verify", config), ("generate", config, "Which", "--max-new-tokens", "2")):
-        ended = ratel(*arguments)
-        assert ended.code == 0, ended.stderr
+        works(*arguments)
 
 
 def test_what_cannot_have_new_tokens(make_config: MakeConfig, tmp_path: Path) -> None:
     base = save_base(tmp_path / "base", tied=True)
     changes = {"base": base, "tokens": TOKENS, "adapter": "lora", "lora_modules_to_save": ["embed_tokens"]}
-    ended = finetune(make_config(**changes))
+    ended = make_config(**changes).finetune()
     assert_rejected(ended, 2, "are one matrix, of which PEFT trains copies that differ")
     assert "hint: set peft_ensure_weight_tying: true" in ended.stderr
     changes["lora_modules_to_save"] = ["model.norm"]
-    ended = finetune(make_config("norm", **changes, peft_ensure_weight_tying=True))
+    ended = make_config("norm", **changes, peft_ensure_weight_tying=True).finetune()
     assert_rejected(ended, 2, "lora_modules_to_save names no matrix that embedding and head of LlamaForCausalLM share")
     for path in base.glob("*token*"):
         path.unlink()
-    ended = finetune(make_config("bare", base=base, tokens=TOKENS))
+    ended = make_config("bare", base=base, tokens=TOKENS).finetune()
     assert_rejected(ended, 2, "there are no tokenizer files")
 
 
@@ -192,10 +174,9 @@ def test_other_runs(make_config: MakeConfig, tmp_path: Path, changes: dict[str, 
         changes = {"datasets": [rows]}
     base = save_base(tmp_path / "base", tied="rl" in changes)
     config = make_config(base=base, tokens=TOKENS, max_steps=2, **changes)
-    succeed(config)
-    ended = ratel("verify", config)
-    assert ended.code == 0, ended.stderr
-    lines = metrics(config)
+    config.succeed()
+    works("verify", config)
+    lines = config.metrics
     assert lines[0]["loss"] != lines[1]["loss"] and lines[1]["grad_norm"] > 0
 
 
@@ -205,9 +186,9 @@ def test_ranks_begin_with_the_same_rows(make_config: MakeConfig, tmp_path: Path)
     base = save_base(tmp_path / "base")
     changes = {"base": base, "tokens": TOKENS, "max_steps": 1, "learning_rate": 0.0, "weight_decay": 0.0}
     alone, together = make_config(**changes), make_config("ranks", **changes)
-    succeed(alone)
-    succeed_ranks(together, 2)
-    wanted, found = exported(alone), exported(together)
+    alone.succeed()
+    together.succeed_ranks(2)
+    wanted, found = alone.exported, together.exported
     assert {name for name in wanted if not torch.equal(found[name], wanted[name])} == set()
 
 
@@ -224,12 +205,11 @@ def test_reserved_tokens_get_other_names(make_config: MakeConfig, tmp_path: Path
     before = AutoTokenizer.from_pretrained(base)
     reserved = before.convert_tokens_to_ids("<|user|>")
     config = make_config(base=base, added_tokens_overrides={str(reserved): "<|person|>"}, max_steps=1)
-    succeed(config)
-    tokenizer = AutoTokenizer.from_pretrained(output_of(config))
+    config.succeed()
+    tokenizer = AutoTokenizer.from_pretrained(config.output)
     assert len(tokenizer) == len(before)
     assert tokenizer("<|person|>").input_ids == [reserved]
     assert len(tokenizer("<|user|>").input_ids) > 1
-    ended = ratel("verify", config)
-    assert ended.code == 0, ended.stderr
-    ended = finetune(make_config("unknown", base=base, added_tokens_overrides={"299": "<|person|>"}))
+    works("verify", config)
+    ended = make_config("unknown", base=base, added_tokens_overrides={"299": "<|person|>"}).finetune()
     assert_rejected(ended, 2, "added_tokens_overrides: 299 is no token beside the vocabulary")

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from scripts.families import Refused, finetune, recipe_of, save_base, train_plain, training_rows
-from tests.e2e.runs import metrics, output_of, ratel
+from tests.e2e.runs import Config, works
 from tests.e2e.test_adapters_of_families import ADAPTABLE
 
 SEED = version("ratel-cli")
@@ -86,22 +86,21 @@ def test_it_is_what_transformers_and_peft_train(tmp_path: Path, family: str, *, 
             finetune(base, tmp_path / "run", recipe, rows, tokens=TOKENS, **keys)
         return
     finetune(base, tmp_path / "run", recipe, rows, tokens=TOKENS, **keys)
-    config = tmp_path / "run" / "run.yaml"
+    config = Config(tmp_path / "run" / "run.yaml")
     if adapts:
         trained = {name: list(range(first, num_rows)) for name in (names[:1] if is_tied else names)}
         words = {"r": 2, "lora_alpha": 2, "target_modules": "all-linear", "trainable_token_indices": trained}
         recipe = replace(recipe, lora=tuple(words.items()))
     wanted = train_plain(tmp_path / "grown", recipe, rows=rows)
-    assert [line["loss"] for line in metrics(config)] == list(wanted.losses)
-    assert [line["grad_norm"] for line in metrics(config)] == list(wanted.norms)
+    assert [line["loss"] for line in config.metrics] == list(wanted.losses)
+    assert [line["grad_norm"] for line in config.metrics] == list(wanted.norms)
     if adapts:
-        found = load_file(output_of(config) / "adapter_model.safetensors")
+        found = load_file(config.output / "adapter_model.safetensors")
         deltas = {name: each for name, each in wanted.weights.items() if "trainable_tokens_delta" in name}
         assert len(deltas) == len(trained)
         for name, each in deltas.items():
             assert torch.equal(found[f"base_model.model.{name.removesuffix('.default')}"], each)
-        ended = ratel("verify", config)
-        assert ended.code == 0, ended.stdout + ended.stderr
+        works("verify", config)
     else:
-        loaded = AutoModelForCausalLM.from_pretrained(output_of(config)).state_dict()
+        loaded = AutoModelForCausalLM.from_pretrained(config.output).state_dict()
         assert {name for name, each in wanted.weights.items() if not torch.equal(loaded[name], each)} == set()

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.e2e.conftest import MakeConfig
-from tests.e2e.runs import assert_rejected, finetune, metrics, output_of, succeed
+from tests.e2e.runs import assert_rejected
 from tests.e2e.test_adapters import CHANGES
 from tests.e2e.test_quantised_bases import WEIGHTS, copied
 from tests.tiers import thinned
@@ -29,11 +29,11 @@ def test_a_base_beyond_float16(make_config: MakeConfig, base: Path, tmp_path: Pa
     name = "model.layers.1.mlp.up_proj.weight"
     config = make_config(base=with_weight(base, tmp_path / "large", name, 70000.0), **{**keys, **FP16})
     for _ in range(2):
-        ended = finetune(config)
+        ended = config.finetune()
         assert_rejected(ended, 2, f"tensor {name} has the value 70000, which is beyond the range of float16")
         assert "set dtype: bfloat16" in ended.stderr
-    assert not list(output_of(config).glob("*.safetensors"))
-    succeed(config, "dtype=bfloat16")
+    assert not list(config.output.glob("*.safetensors"))
+    config.succeed("dtype=bfloat16")
 
 
 def test_a_run_that_applies_no_step_exports_nothing(make_config: MakeConfig, base: Path, tmp_path: Path) -> None:
@@ -41,30 +41,30 @@ def test_a_run_that_applies_no_step_exports_nothing(make_config: MakeConfig, bas
     large = with_weight(base, tmp_path / "large", "lm_head.weight", 60000.0, everywhere=True)
     config = make_config(base=large, **FP16)
     for num_steps in (3, 3, 4):
-        ended = finetune(config, f"max_steps={num_steps}")
+        ended = config.finetune(f"max_steps={num_steps}")
         assert_rejected(ended, 5, f"no update in {num_steps} steps", "and is not exported")
         assert "set dtype: bfloat16" in ended.stderr and f"{2.0 ** (16 - num_steps):g} now" in ended.stderr
-        assert [line["applied"] for line in metrics(config)] == [False] * num_steps
-        assert not list(output_of(config).glob("*.safetensors"))
+        assert [line["applied"] for line in config.metrics] == [False] * num_steps
+        assert not list(config.output.glob("*.safetensors"))
 
 
 @pytest.mark.full
 def test_ranks_that_apply_no_step(make_config: MakeConfig, base: Path, tmp_path: Path) -> None:
     large = with_weight(base, tmp_path / "large", "lm_head.weight", 60000.0, everywhere=True)
     config = make_config(base=large, **FP16)
-    assert finetune(config, "--ranks", "2").code == 5
-    assert not list(output_of(config).glob("*.safetensors"))
+    assert config.finetune("--ranks", "2").code == 5
+    assert not list(config.output.glob("*.safetensors"))
 
 
 def test_steps_that_are_skipped_at_first_are_no_failure(make_config: MakeConfig, base: Path, tmp_path: Path) -> None:
     """The loss is finite, its gradients are not: a smaller scale helps. Resuming goes on where the run was."""
     large = with_weight(base, tmp_path / "large", "model.norm.weight", 90.0, everywhere=True)
     config = make_config(base=large, **FP16)
-    ended = finetune(config, "max_steps=1")
+    ended = config.finetune("max_steps=1")
     assert_rejected(ended, 5, "no update in 1 step: ")
-    said = succeed(config, "max_steps=12")
-    assert [line["applied"] for line in metrics(config)].count(True) > 0, said
-    assert (output_of(config) / WEIGHTS).is_file()
+    said = config.succeed("max_steps=12")
+    assert [line["applied"] for line in config.metrics].count(True) > 0, said
+    assert (config.output / WEIGHTS).is_file()
 
 
 def test_a_run_that_begins_with_another_counts_its_own_steps(
@@ -72,21 +72,21 @@ def test_a_run_that_begins_with_another_counts_its_own_steps(
 ) -> None:
     """Its first weights are the other run's, and so is the number of updates."""
     begun, config = make_config("begun", **FP16, max_grad_norm=None), make_config(**FP16)
-    succeed(begun, "max_steps=1", "learning_rate=3000.0")
+    begun.succeed("max_steps=1", "learning_rate=3000.0")
     for num_steps in (3, 4):
-        ended = finetune(config, f"max_steps={num_steps}", "--from", str(output_of(begun)))
+        ended = config.finetune(f"max_steps={num_steps}", "--from", str(begun.output))
         assert_rejected(ended, 5, f"no update in {num_steps - 1} steps")
-    assert not list(output_of(config).glob("*.safetensors"))
+    assert not list(config.output.glob("*.safetensors"))
 
 
 def test_numbers_that_are_not_finite_in_the_files_of_a_base(
     make_config: MakeConfig, base: Path, tmp_path: Path
 ) -> None:
     broken = with_weight(base, tmp_path / "broken", "model.norm.weight", torch.nan)
-    ended = finetune(make_config(base=broken, **FP16))
+    ended = make_config(base=broken, **FP16).finetune()
     assert_rejected(ended, 2, "tensor model.norm.weight has the value nan")
     assert "range of" not in ended.stderr, "no other dtype helps"
     half = {name: each.half() for name, each in load_file(broken / WEIGHTS).items()}
     save_file(half, broken / WEIGHTS, metadata={"format": "pt"})
-    ended = finetune(make_config("other", base=broken, **FP16))
+    ended = make_config("other", base=broken, **FP16).finetune()
     assert_rejected(ended, 2, "tensor model.norm.weight has the value nan")

@@ -2,33 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file
-from transformers import LlamaConfig
 
 from tests.e2e.conftest import MakeConfig
 from tests.e2e.runs import (
-    DTYPES,
     assert_rejected,
-    assert_same_result,
-    exported,
-    finetune,
-    load_data,
-    metrics,
-    output_of,
-    ratel,
-    recipe_of,
-    run_until_killed,
     save_base,
-    succeed,
-    succeed_ranks,
+    works,
 )
+from tests.e2e.trained import assert_trained, in_plain_torch
 from tests.kernels.oracle import needs_fused_torch
-from tests.reference import train_in_memory
 from tests.tiers import rotating, thinned
 
 KEYS: dict[str, dict[str, object]] = {
@@ -67,23 +52,13 @@ def test_the_export_is_what_pytorch_trains(
 ) -> None:
     keys = (KEYS | WITHOUT_MASTER)[optimizer]
     config = make_config(**keys, base_model=str(wide_base), dtype=dtype, max_steps=4, lr_scheduler="constant")
-    succeed(config)
-    trained = train_in_memory(
-        LlamaConfig.from_pretrained(wide_base),
-        load_file(wide_base / "model.safetensors"),
-        [load_data(config).step(step) for step in range(4)],
-        recipe_of(config),
-    )
-    weights = exported(config)
-    different = [name for name in weights if not torch.equal(weights[name], trained.weights[name].to(DTYPES[dtype]))]
-    assert different == []
-    assert [line["loss"] for line in metrics(config)] == list(trained.losses)
-    assert [line["grad_norm"] for line in metrics(config)] == list(trained.norms)
+    config.succeed()
+    assert_trained(config, in_plain_torch(config, wide_base))
     name = "sgd" if optimizer == "momentum" else optimizer.partition(" ")[0]
-    card = (output_of(config) / "README.md").read_text()
+    card = (config.output / "README.md").read_text()
     assert f"optimizer: {name}" in card or name == "adamw"
     assert ("bf16_master: stochastic" in card) == (optimizer in WITHOUT_MASTER)
-    assert ratel("verify", config).code == 0
+    works("verify", config)
 
 
 @pytest.mark.parametrize(
@@ -93,18 +68,18 @@ def test_a_killed_run_goes_on(make_config: MakeConfig, wide_base: Path, optimize
     keys = {**(KEYS | WITHOUT_MASTER)[optimizer], "base_model": str(wide_base), "max_steps": 4}
     keys |= {"dtype": "bfloat16"} if optimizer in WITHOUT_MASTER else {}
     undisturbed, config = make_config("undisturbed", **keys), make_config(**keys)
-    succeed(undisturbed)
-    run_until_killed(config, kill_at="commit.written:3")
-    assert "resuming from step" in succeed(config)
-    assert_same_result(config, undisturbed)
+    undisturbed.succeed()
+    config.run_until_killed(kill_at="commit.written:3")
+    assert "resuming from step" in config.succeed()
+    config.assert_same_result(undisturbed)
 
 
 def test_another_optimizer_is_another_run(make_config: MakeConfig) -> None:
     config = make_config(max_steps=1)
-    succeed(config)
-    ended = finetune(config, "optimizer=lion", "max_steps=2")
+    config.succeed()
+    ended = config.finetune("optimizer=lion", "max_steps=2")
     assert_rejected(ended, 2, "optimizer was adamw, is now lion")
-    ended = finetune(config, "bf16_master=stochastic", "dtype=bfloat16", "max_steps=2")
+    ended = config.finetune("bf16_master=stochastic", "dtype=bfloat16", "max_steps=2")
     assert_rejected(ended, 2, "bf16_master was fp32, is now stochastic")
 
 
@@ -117,16 +92,7 @@ def test_two_ranks(make_config: MakeConfig, wide_base: Path, base: Path, optimiz
     keys = {**KEYS[optimizer], "base_model": str(model), "max_steps": 3, "micro_batch_size": 1, "dtype": "bfloat16"}
     keys |= {"lr_scheduler": "constant"}
     config = make_config("ranks", **keys, gradient_accumulation_steps=2)
-    succeed_ranks(config, 2)
-    data = load_data(make_config("whole", **keys, gradient_accumulation_steps=4))
-    wanted = train_in_memory(
-        LlamaConfig.from_pretrained(model),
-        load_file(model / "model.safetensors"),
-        [data.step(step) for step in range(3)],
-        replace(recipe_of(config), of_rank=2),
-    )
-    found = exported(config)
-    different = [name for name, values in wanted.weights.items() if not torch.equal(found[name], values.bfloat16())]
-    assert different == []
-    assert [line["loss"] for line in metrics(config)] == list(wanted.losses)
-    assert ratel("verify", config).code == 0
+    config.succeed_ranks(2)
+    whole = make_config("whole", **keys, gradient_accumulation_steps=4)
+    assert_trained(config, in_plain_torch(config, model, data_of=whole, of_rank=2))
+    works("verify", config)

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from tests.e2e.conftest import MakeConfig
-from tests.e2e.runs import finetune, ratel
+from tests.e2e.runs import ratel
 from tests.tiers import sample_kinds
 
 Change = Callable[[Path], object]
@@ -305,7 +305,7 @@ def test_what_the_model_is_comes_before_any_work(
     case.change(directory)
     config = make_config(base=directory)
     before = sorted(tmp_path.rglob("*"))
-    trained, checked = finetune(config), ratel("check", config)
+    trained, checked = config.finetune(), ratel("check", config)
     assert (trained.code, checked.code) == (2, 2), trained.stderr
     [error], [found] = trained.errors, checked.errors
     assert [part for part in case.message if part not in error] == [], error

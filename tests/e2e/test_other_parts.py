@@ -20,7 +20,7 @@ from transformers.trainer_utils import align_special_tokens
 
 from ratel_cli.model.files.skeleton import DTYPES
 from tests.e2e.conftest import MakeConfig
-from tests.e2e.runs import finetune, load_data, metrics, output_of, ratel, recipe_of, succeed
+from tests.e2e.runs import works
 from tests.model.tiny import rewrite
 from tests.reference import train_in_memory
 from tests.tiers import rotating
@@ -151,8 +151,8 @@ def test_the_language_part_trains_and_all_else_is_kept(
     directory = tmp_path / "whole"
     whole = save_whole(directory, base, family, DTYPES[dtype])  # type: ignore[index]
     config = make_config(base=directory, dtype=dtype, sample_packing=False, max_steps=3)
-    stderr = succeed(config)
-    out = output_of(config)
+    stderr = config.succeed()
+    out = config.output
 
     before, after = files_of(directory), files_of(out)
     assert {file: list(each) for file, each in after.items()} == {file: list(each) for file, each in before.items()}
@@ -170,10 +170,10 @@ def test_the_language_part_trains_and_all_else_is_kept(
 
     loaded, findings = load_whole(out, dtype=DTYPES[dtype])  # type: ignore[index]
     assert not any(findings[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    data, recipe = load_data(config), replace(recipe_of(config), model_class=type(whole))
+    data, recipe = config.load_data(), replace(config.recipe, model_class=type(whole))
     weights = dict(whole.named_parameters())
     trained = train_in_memory(whole.config, weights, [data.step(step) for step in range(3)], recipe)
-    assert [line["loss"] for line in metrics(config)] == list(trained.losses)
+    assert [line["loss"] for line in config.metrics] == list(trained.losses)
     found, changed = dict(loaded.named_parameters()), 0
     for name, values in trained.weights.items():
         assert torch.equal(found[name], values.to(recipe.dtype)), name
@@ -189,10 +189,9 @@ def test_the_language_part_trains_and_all_else_is_kept(
             torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), reduction="sum")
         )
         targets += batch.num_targets
-    assert metrics(config)[0]["loss"] == pytest.approx(losses / targets, rel=1e-2 if dtype == "bfloat16" else 1e-6)
+    assert config.metrics[0]["loss"] == pytest.approx(losses / targets, rel=1e-2 if dtype == "bfloat16" else 1e-6)
 
-    verified = ratel("verify", out)
-    assert verified.code == 0, verified.stderr + verified.stdout
+    works("verify", out)
 
     copy = Path(shutil.copytree(out, tmp_path / "copy", ignore=shutil.ignore_patterns("run")))
     commands: tuple[tuple[object, ...], ...] = (
@@ -201,8 +200,7 @@ def test_the_language_part_trains_and_all_else_is_kept(
         ("eval", copy, rows),
     )
     for arguments in commands:
-        ended = ratel(*arguments)
-        assert ended.code == 0, ended.stderr
+        works(*arguments)
 
 
 @pytest.mark.full
@@ -218,11 +216,11 @@ def test_an_adapter_is_of_the_language_part(
     whole = save_whole(directory, base, family, torch.float32)
     keys = {"adapter": "lora", "lora_r": 2, "sample_packing": False, "max_steps": 3, "dtype": "float32"}
     config = make_config(base=directory, **keys, lora_target_modules=modules)
-    succeed(config)
-    found = load_file(output_of(config) / "adapter_model.safetensors")
+    config.succeed()
+    found = load_file(config.output / "adapter_model.safetensors")
     assert found and not any(word in name for name in found for word in ("vision", "visual", "projector"))
-    settings = json.loads((output_of(config) / "adapter_config.json").read_text())
-    data, recipe = load_data(config), replace(recipe_of(config), model_class=type(whole))
+    settings = json.loads((config.output / "adapter_config.json").read_text())
+    data, recipe = config.load_data(), replace(config.recipe, model_class=type(whole))
     lora = {"r": 2, "lora_alpha": 2, "target_modules": modules or "all-linear"}
     lora["exclude_modules"] = settings["exclude_modules"]
     trained = train_in_memory(
@@ -234,7 +232,7 @@ def test_an_adapter_is_of_the_language_part(
     adapters = {f"base_model.model.{n.replace('.default', '')}": v for n, v in trained.weights.items() if "lora_" in n}
     assert found.keys() == adapters.keys()
     assert [name for name, values in adapters.items() if not torch.equal(found[name], values)] == []
-    assert ratel("verify", config).code == 0
+    works("verify", config)
 
 
 @pytest.mark.full
@@ -245,7 +243,7 @@ def test_parts_that_text_does_not_use_are_not_trained(
     make_config: MakeConfig, base: Path, tmp_path: Path, keys: dict[str, object]
 ) -> None:
     save_whole(tmp_path / "whole", base, "llava", torch.float32)
-    ended = finetune(make_config(base=tmp_path / "whole", **keys))
+    ended = make_config(base=tmp_path / "whole", **keys).finetune()
     assert ended.code == 2 and "all parameters to train are in parts that text does not use" in ended.stderr, (
         ended.stderr
     )
@@ -254,7 +252,7 @@ def test_parts_that_text_does_not_use_are_not_trained(
 def test_random_shares_for_a_whole_model(make_config: MakeConfig, base: Path, tmp_path: Path) -> None:
     """The run could draw the language part alone, and the class of config.json would not load that."""
     save_whole(tmp_path / "whole", base, "llava", torch.float32)
-    ended = finetune(make_config(base=tmp_path / "whole", random_init=True))
+    ended = make_config(base=tmp_path / "whole", random_init=True).finetune()
     assert ended.code == 2
     assert "the other parts of LlavaForConditionalGeneration would have no weights" in ended.stderr
 
@@ -262,7 +260,7 @@ def test_random_shares_for_a_whole_model(make_config: MakeConfig, base: Path, tm
 def test_a_whole_model_with_a_tensor_that_is_no_part_of_it(make_config: MakeConfig, base: Path, tmp_path: Path) -> None:
     save_whole(tmp_path / "whole", base, "llava", torch.float32)
     rewrite(tmp_path / "whole", lambda tensors: tensors.update({"stray.weight": torch.ones(2)}))
-    ended = finetune(make_config(base=tmp_path / "whole"))
+    ended = make_config(base=tmp_path / "whole").finetune()
     assert ended.code == 2
     assert "stray.weight does not belong to LlavaForConditionalGeneration" in ended.stderr
 
@@ -278,8 +276,8 @@ def test_parts_of_the_configuration(make_config: MakeConfig, base: Path, tmp_pat
     (directory / "config.json").write_text(json.dumps(text))
     special = {"eos_token": "<|user|>"}
     config = make_config(base=directory, dtype="bfloat16", sample_packing=False, max_steps=1, special_tokens=special)
-    succeed(config)
-    saved = json.loads((output_of(config) / "config.json").read_text())
+    config.succeed()
+    saved = json.loads((config.output / "config.json").read_text())
     model, _ = load_whole(directory, dtype=torch.bfloat16)
     align_special_tokens(model, AutoTokenizer.from_pretrained(directory, **special))
     model.save_pretrained(tmp_path / "theirs")

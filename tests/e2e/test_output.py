@@ -10,31 +10,19 @@ import pytest
 
 from ratel_cli.model.files.marker import read_marker, write_marker
 from tests.e2e.conftest import MakeConfig
-from tests.e2e.runs import (
-    assert_rejected,
-    exported,
-    file_hash,
-    finetune,
-    metrics,
-    output_of,
-    ratel,
-    store_of,
-    succeed,
-    tree,
-    write_config,
-)
+from tests.e2e.runs import Config, assert_rejected, file_hash, ratel, tree, works, write_config
 
 README = "README.md"
 SHARD = "model-00001-of-00002.safetensors"
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory, base: Path, rows: Path) -> Path:
+def saved(tmp_path_factory: pytest.TempPathFactory, base: Path, rows: Path) -> Config:
     """The config of a run that has saved steps 1 and 2. Tests must not change it."""
     config = write_config(
         tmp_path_factory.mktemp("saved"), base=base, rows=rows, max_steps=2, save_steps=1, save_total_limit=2
     )
-    succeed(config)
+    config.succeed()
     return config
 
 
@@ -50,21 +38,21 @@ def mine(tmp_path: Path) -> Path:
 
 
 @pytest.mark.full
-def test_a_folder_of_the_users_is_refused(make_config: MakeConfig, saved: Path, mine: Path) -> None:
+def test_a_folder_of_the_users_is_refused(make_config: MakeConfig, saved: Config, mine: Path) -> None:
     before = tree(mine)
     config = make_config(max_steps=1, output_dir=str(mine))
-    for ended in (finetune(config), finetune(config, "--dry-run"), ratel("export", saved, "-o", mine)):
+    for ended in (config.finetune(), config.finetune("--dry-run"), ratel("export", saved, "-o", mine)):
         assert_rejected(ended, 2, str(mine), "has files in it, and Ratel did not make it")
         assert "--overwrite" in ended.stderr
         assert tree(mine) == before
-    assert not store_of(config).exists() and not mine.with_name("mine.store").exists()
+    assert not config.store.exists() and not mine.with_name("mine.store").exists()
 
 
 @pytest.mark.full
 def test_a_claim_that_was_cut_short(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """The output directory that a stopped or killed process has made is not taken for one of the user's."""
     config = make_config()
-    output = output_of(config)
+    output = config.output
 
     def interrupted(descriptor: int) -> None:
         assert [path.name for path in output.iterdir()] == ["ratel.files.new"]
@@ -72,41 +60,41 @@ def test_a_claim_that_was_cut_short(make_config: MakeConfig, monkeypatch: pytest
 
     with monkeypatch.context() as patch:
         patch.setattr("os.fsync", interrupted)
-        assert finetune(config).code == 130
+        assert config.finetune().code == 130
     assert list(output.iterdir()) == []
     (output / "ratel.files.new").write_text('{"format_ver')
     (output / "notes").write_text("mine")
-    assert_rejected(finetune(config), 2, f"{output} has files in it, and Ratel did not make it")
+    assert_rejected(config.finetune(), 2, f"{output} has files in it, and Ratel did not make it")
     (output / "notes").unlink()
-    succeed(config)
+    config.succeed()
     (output / "ratel.files.new").write_text('{"format_ver')
-    assert ratel("clean", config, "--output", "--yes").code == 0
+    works("clean", config, "--output", "--yes")
     assert not output.exists()
 
 
 @pytest.mark.full
-def test_overwrite_replaces_only_the_models_names(make_config: MakeConfig, saved: Path, mine: Path) -> None:
+def test_overwrite_replaces_only_the_models_names(make_config: MakeConfig, saved: Config, mine: Path) -> None:
     before = tree(mine)
     config = make_config(max_steps=1, output_dir=str(mine))
-    succeed(config, "--overwrite")
+    config.succeed("--overwrite")
     after = tree(mine)
     assert {name for name in before if after[name] != before[name]} == {README}
     assert_rejected(ratel("export", saved, "-o", mine), 2, f"{mine} holds step 1 of the run mine")
-    assert ratel("export", saved, "-o", mine, "--overwrite").code == 0
+    works("export", saved, "-o", mine, "--overwrite")
     assert {name for name in before if tree(mine)[name] != before[name]} == {README}
 
 
 @pytest.mark.full
 def test_a_file_that_was_changed_since_is_the_users(make_config: MakeConfig) -> None:
     config = make_config(max_steps=1)
-    succeed(config)
-    (output_of(config) / README).write_text("my own card")
-    before = tree(output_of(config))
-    assert_rejected(finetune(config), 2, README, "would be replaced", "was changed since")
-    assert_rejected(ratel("export", config, "-o", output_of(config)), 2, README, "was changed since")
-    assert tree(output_of(config)) == before
-    succeed(config, "--overwrite")
-    assert "my own card" not in (output_of(config) / README).read_text()
+    config.succeed()
+    (config.output / README).write_text("my own card")
+    before = tree(config.output)
+    assert_rejected(config.finetune(), 2, README, "would be replaced", "was changed since")
+    assert_rejected(ratel("export", config, "-o", config.output), 2, README, "was changed since")
+    assert tree(config.output) == before
+    config.succeed("--overwrite")
+    assert "my own card" not in (config.output / README).read_text()
 
 
 def test_a_template_that_the_run_adds_replaces_none_of_the_users(
@@ -115,29 +103,29 @@ def test_a_template_that_the_run_adds_replaces_none_of_the_users(
     """That is found before training, although the base model has no such file."""
     shutil.copytree(base, plain := tmp_path / "plain", ignore=shutil.ignore_patterns("chat_template.jinja"))
     config = make_config(base=plain, max_steps=1, chat_template="chatml", save_steps=1)
-    succeed(config)
-    template = output_of(config) / "chat_template.jinja"
+    config.succeed()
+    template = config.output / "chat_template.jinja"
     template.write_text("mine")
-    before = tree(output_of(config))
+    before = tree(config.output)
     for options in (["--dry-run"], []):
         assert_rejected(ratel("finetune", config, "max_steps=2", *options), 2, template.name, "would be replaced")
-        assert tree(output_of(config)) == before
+        assert tree(config.output) == before
 
 
-def test_an_export_replaces_only_itself(saved: Path, make_config: MakeConfig, tmp_path: Path) -> None:
+def test_an_export_replaces_only_itself(saved: Config, make_config: MakeConfig, tmp_path: Path) -> None:
     out = tmp_path / "export"
-    assert ratel("export", saved, "--step", 1, "-o", out).code == 0
-    assert ratel("export", saved, "--step", 1, "-o", out).code == 0
+    works("export", saved, "--step", 1, "-o", out)
+    works("export", saved, "--step", 1, "-o", out)
     before = tree(out)
     assert_rejected(ratel("export", saved, "-o", out), 2, f"{out} holds step 1 of the run out", "-o")
     other = make_config(max_steps=1)
-    succeed(other)
+    other.succeed()
     assert_rejected(ratel("export", other, "-o", out), 2, "holds step 1 of the run out")
-    assert_rejected(ratel("export", other, "-o", output_of(saved)), 2, "holds step 2 of the run out")
-    assert_rejected(finetune(other, f"output_dir={out}"), 2, "output_dir", "holds step 1 of the run out")
+    assert_rejected(ratel("export", other, "-o", saved.output), 2, "holds step 2 of the run out")
+    assert_rejected(other.finetune(f"output_dir={out}"), 2, "output_dir", "holds step 1 of the run out")
     assert tree(out) == before
-    assert ratel("export", saved, "-o", out, "--overwrite").code == 0
-    assert file_hash(out / "model.safetensors") == file_hash(output_of(saved) / "model.safetensors")
+    works("export", saved, "-o", out, "--overwrite")
+    assert file_hash(out / "model.safetensors") == file_hash(saved.output / "model.safetensors")
 
 
 def test_the_base_model_and_the_output_are_apart(make_config: MakeConfig, base: Path, tmp_path: Path) -> None:
@@ -153,19 +141,19 @@ def test_the_base_model_and_the_output_are_apart(make_config: MakeConfig, base: 
         (tmp_path / "models", "is inside"),
         (tmp_path, "is inside"),
     ):
-        assert_rejected(finetune(config, f"output_dir={output}"), 2, "output_dir", part)
+        assert_rejected(config.finetune(f"output_dir={output}"), 2, "output_dir", part)
         assert_rejected(ratel("export", config, "-o", output), 2, "-o", part)
         assert tree(tmp_path) == before
 
 
-def test_a_base_model_of_links_into_the_output(make_config: MakeConfig, saved: Path, tmp_path: Path) -> None:
+def test_a_base_model_of_links_into_the_output(make_config: MakeConfig, saved: Config, tmp_path: Path) -> None:
     linked = tmp_path / "linked"
     linked.mkdir()
-    for path in output_of(saved).iterdir():
+    for path in saved.output.iterdir():
         (linked / path.name).symlink_to(path)
-    before = tree(output_of(saved))
-    assert_rejected(finetune(make_config(base=linked), f"output_dir={output_of(saved)}"), 2, "a file of it is inside")
-    assert tree(output_of(saved)) == before
+    before = tree(saved.output)
+    assert_rejected(make_config(base=linked).finetune(f"output_dir={saved.output}"), 2, "a file of it is inside")
+    assert tree(saved.output) == before
 
 
 @pytest.mark.full
@@ -173,65 +161,57 @@ def test_a_base_model_of_links_into_the_output(make_config: MakeConfig, saved: P
 def test_a_dry_run_writes_nothing(make_config: MakeConfig, tmp_path: Path, is_finished: bool) -> None:
     config = make_config(max_steps=1)
     if is_finished:
-        succeed(config)
-        shutil.rmtree(next((output_of(config) / "run" / "tokens").iterdir()))
+        config.succeed()
+        shutil.rmtree(next((config.output / "run" / "tokens").iterdir()))
     before = tree(tmp_path)
-    succeed(config, "--dry-run")
+    config.succeed("--dry-run")
     assert tree(tmp_path) == before
 
 
 @pytest.mark.full
 def test_a_run_whose_store_is_gone_is_not_begun_again(make_config: MakeConfig) -> None:
     config = make_config(max_steps=2)
-    succeed(config)
-    shutil.rmtree(store_of(config).parent)
-    before = tree(output_of(config))
+    config.succeed()
+    shutil.rmtree(config.store.parent)
+    before = tree(config.output)
     for arguments in ((), ("--dry-run",)):
-        ended = finetune(config, *arguments)
-        assert_rejected(ended, 2, "holds step 2 of the run out", "its store is gone", str(store_of(config).parent))
+        ended = config.finetune(*arguments)
+        assert_rejected(ended, 2, "holds step 2 of the run out", "its store is gone", str(config.store.parent))
         assert "restore" not in ended.stderr, "it has no snapshot"
         assert "choose another output_dir" in ended.stderr
-        assert tree(output_of(config)) == before
-    weights = exported(config)
-    succeed(config, "--resume", "no")
-    assert exported(config).keys() == weights.keys() and len(metrics(config)) == 2
+        assert tree(config.output) == before
+    weights = config.exported
+    config.succeed("--resume", "no")
+    assert config.exported.keys() == weights.keys() and len(config.metrics) == 2
 
 
 @pytest.mark.full
 def test_a_result_of_other_settings_is_not_begun_over(make_config: MakeConfig, tmp_path: Path) -> None:
     """Also if the new run has a store of its own elsewhere."""
     config = make_config(max_steps=1)
-    succeed(config)
-    before = tree(output_of(config))
+    config.succeed()
+    before = tree(config.output)
     changed = ("seed=3", f"storage.paths=[{tmp_path}/drive]", "--resume", "no")
-    assert_rejected(finetune(config, *changed), 2, "holds step 1 of a run with other settings: seed was 42, is now 3")
-    after = tree(output_of(config))
+    assert_rejected(config.finetune(*changed), 2, "holds step 1 of a run with other settings: seed was 42, is now 3")
+    after = tree(config.output)
     assert {name: after[name] for name in before} == before
-    succeed(config, *changed, "--overwrite-store")
+    config.succeed(*changed, "--overwrite-store")
 
 
 @pytest.mark.full
 def test_records_without_a_store_are_not_begun_again(make_config: MakeConfig) -> None:
     """Those of a run that has exported nothing yet."""
     config = make_config(max_steps=1)
-    succeed(config)
-    shutil.rmtree(store_of(config).parent)
-    marker = read_marker(output_of(config))
+    config.succeed()
+    shutil.rmtree(config.store.parent)
+    marker = read_marker(config.output)
     assert marker is not None
     for file in marker.files:
-        (output_of(config) / file.name).unlink()
-    write_marker(output_of(config), replace(marker, step=None, files=()))
-    assert_rejected(finetune(config), 2, "holds the records of a run", "its store is gone")
-    (output_of(config) / "run" / "metrics.jsonl").unlink()
-    succeed(config)
-
-
-@pytest.mark.full
-def test_a_hint_is_about_the_command(saved: Path) -> None:
-    ended = ratel("verify", saved, "--step", 1)
-    assert_rejected(ended, 2, "no such option")
-    assert "keys of the config" not in ended.stderr and "see ratel verify --help" in ended.stderr
-    assert "see ratel finetune --help" in finetune(saved, "--learning_rate", "1").stderr
+        (config.output / file.name).unlink()
+    write_marker(config.output, replace(marker, step=None, files=()))
+    assert_rejected(config.finetune(), 2, "holds the records of a run", "its store is gone")
+    (config.output / "run" / "metrics.jsonl").unlink()
+    config.succeed()
 
 
 @pytest.mark.full
@@ -241,13 +221,13 @@ def test_two_runs_with_one_storage_path(make_config: MakeConfig, tmp_path: Path)
     first, second = make_config("a", max_steps=2, storage=storage), make_config("b", max_steps=2, storage=storage)
     (tmp_path / "drive").mkdir()
     (tmp_path / "drive" / "ratel.store").write_text("mine")
-    succeed(first)
+    first.succeed()
     before = tree(tmp_path / "drive")
-    assert "step 1/2" in succeed(second)
+    assert "step 1/2" in second.succeed()
     after = tree(tmp_path / "drive")
     assert {name: after[name] for name in before} == before
     assert len({name.split("/")[0] for name in after}) == 3
-    assert "all 2 steps are done" in succeed(first)
-    succeed(second, "--resume", "no")
+    assert "all 2 steps are done" in first.succeed()
+    second.succeed("--resume", "no")
     assert {name: content for name, content in tree(tmp_path / "drive").items() if name in before} == before
-    assert ratel("verify", output_of(first)).code == ratel("verify", second).code == 0
+    assert ratel("verify", first.output).code == ratel("verify", second).code == 0

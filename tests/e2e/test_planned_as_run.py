@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoTokenizer
 from ratel_cli.config.load import load_config
 from ratel_cli.console import RunLog
 from ratel_cli.run.inputs.model_description import describe_model
-from tests.e2e.runs import output_of, ratel, succeed, write_config
+from tests.e2e.runs import Config, works, write_config
 from tests.tiers import sample
 
 LLAMA_LIKE: dict[str, object] = {
@@ -33,7 +33,7 @@ MODELS: dict[str, dict[str, object]] = {
 }
 
 
-def config_file(directory: Path, model_type: str, *, base: Path, rows: Path) -> Path:
+def config_file(directory: Path, model_type: str, *, base: Path, rows: Path) -> Config:
     """The config of a run with random weights: its model is only a config.json and a tokenizer."""
     tokenizer = AutoTokenizer.from_pretrained(base)
     own = directory / "own"
@@ -45,9 +45,8 @@ def config_file(directory: Path, model_type: str, *, base: Path, rows: Path) -> 
     )
 
 
-def plan(config: Path, hardware: Path) -> dict[str, Any]:
-    ended = ratel("plan", config, "--hardware", hardware, "--json")
-    assert ended.code == 0, ended.stderr
+def plan(config: Config, hardware: Path) -> dict[str, Any]:
+    ended = works("plan", config, "--hardware", hardware, "--json")
     content: dict[str, Any] = json.loads(ended.stdout)
     return content
 
@@ -57,8 +56,8 @@ def plan(config: Path, hardware: Path) -> dict[str, Any]:
 def test_plans_differ_only_by_what_is_measured(model_type: str, tmp_path: Path, base: Path, rows: Path) -> None:
     """With everything recomputed, because only a recorded step knows which outputs can be swapped."""
     config = config_file(tmp_path, model_type, base=base, rows=rows)
-    succeed(config)
-    run = output_of(config) / "run"
+    config.succeed()
+    run = config.output / "run"
     model = json.loads((run / "model.json").read_text())
     of_run = json.loads((run / "plan.json").read_text())
     recorded = plan(config, run / "hardware.json")

@@ -22,7 +22,7 @@ from ratel_cli.config.load import dump, load_config, to_yaml
 from ratel_cli.config.yaml.yaml_marks import Plain
 from tests.e2e.ported_configs import IMPOSSIBLE, PORTED
 from tests.e2e.ported_meanings import MEANINGS, Adapter, Meaning, Set
-from tests.e2e.runs import Ended, finetune, load_data, metrics, output_of, ratel, recipe_of, save_base
+from tests.e2e.runs import Config, Ended, ratel, save_base, works
 from tests.reference import train_in_memory
 from tests.tiers import sample
 
@@ -84,8 +84,8 @@ def tiny_values(config: Path, base: Path, data: dict[str, Path]) -> list[str]:
     return replaced
 
 
-def dry_run(config: Path, base: Path, data: dict[str, Path]) -> Ended:
-    return finetune(config, *tiny_values(config, base, data), "--dry-run")
+def dry_run(config: Config, base: Path, data: dict[str, Path]) -> Ended:
+    return config.finetune(*tiny_values(config, base, data), "--dry-run")
 
 
 @pytest.mark.full
@@ -94,7 +94,7 @@ def test_a_config_of_another_trainer_runs(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny: Path, data: dict[str, Path]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    theirs, ours = Path("theirs.yaml"), Path("run.yaml")
+    theirs, ours = Path("theirs.yaml"), Config("run.yaml")
     content: dict[str, Plain] = json.loads(json.dumps(PORTED[name]))
     theirs.write_text(dump(content))
     ended = ratel("import", theirs, "-o", str(ours))
@@ -118,13 +118,12 @@ def test_its_adapter_is_what_peft_trains(
     monkeypatch.chdir(tmp_path)
     Path("theirs.yaml").write_text(dump(json.loads(json.dumps(PORTED[name]))))
     Path("imported.yaml").write_text(import_config(Path("theirs.yaml")).text)
-    run = Path("run.yaml")
+    run = Config("run.yaml")
     run.write_text(to_yaml(load_config(Path("imported.yaml"), tiny_values(Path("imported.yaml"), tiny, data)).config))
-    ended = finetune(run, "dtype=float32", "max_steps=3")
-    assert ended.code == 0, ended.stderr
+    works("finetune", run, "dtype=float32", "max_steps=3")
     config = run.with_name("recorded.yaml")
-    config.write_text((output_of(run) / "run" / "config.yaml").read_text())
-    adapter, batches = MEANINGS[name].adapter, load_data(config)
+    config.write_text((run.output / "run" / "config.yaml").read_text())
+    adapter, batches = MEANINGS[name].adapter, config.load_data()
     assert adapter is not None
     lora = {
         "r": adapter.rank,
@@ -137,17 +136,17 @@ def test_its_adapter_is_what_peft_trains(
         LlamaConfig.from_pretrained(tiny),
         load_file(tiny / "model.safetensors"),
         [batches.step(step) for step in range(3)],
-        replace(recipe_of(config), lora=tuple(lora.items()), learning_rates=tuple(rates_of(config))),
+        replace(config.recipe, lora=tuple(lora.items()), learning_rates=tuple(rates_of(config))),
     )
-    found = load_file(output_of(run) / "adapter_model.safetensors")
+    found = load_file(run.output / "adapter_model.safetensors")
     adapters = {f"base_model.model.{n.replace('.default', '')}": v for n, v in wanted.weights.items() if "lora_" in n}
     assert found.keys() == adapters.keys()
     assert [key for key, values in adapters.items() if not torch.equal(found[key], values)] == []
 
 
-def rates_of(config: Path) -> list[float]:
+def rates_of(config: Config) -> list[float]:
     """Those of the run's log, which the schedule's own tests judge."""
-    return [line["learning_rate"] for line in metrics(config)]
+    return [line["learning_rate"] for line in config.metrics]
 
 
 def meaning_of(config: RunConfig, unknown: frozenset[str]) -> Meaning:

@@ -17,7 +17,7 @@ from ratel_cli.config.keys.schema import RunConfig
 from ratel_cli.config.load import dump, load_config, to_yaml
 from ratel_cli.config.yaml.yaml_marks import Plain
 from tests.e2e.preferences import assert_same_training, chats, pairs, verdicts, write
-from tests.e2e.runs import finetune
+from tests.e2e.runs import Config, works
 from tests.trl_oracle import Recipe, tune
 
 FACTORY: dict[str, Plain] = {
@@ -130,14 +130,13 @@ def test_three_steps_of_a_config_are_those_of_its_tool(
     Path("ours.yaml").write_text(imported.text)
     config = tiny(load_config(Path("ours.yaml"), [f"base_model={base}", *OVERRIDES]).config, path)
     Path("run.yaml").write_text(to_yaml(config))
-    ended = finetune(Path("run.yaml"))
-    assert ended.code == 0, ended.stderr
+    works("finetune", Path("run.yaml"))
     beta = (("beta", meaning.beta),)
     recipe = Recipe(
         method=meaning.method, num_steps=3, micro_batch_size=2, accumulation=2, learning_rate=5e-5, max_length=64,
         options=(*beta, *meaning.options), lora=meaning.lora,
     )  # fmt: skip
-    assert_same_training(Path("run.yaml"), tune(base, _as_trl_reads(config, rows), recipe))
+    assert_same_training(Config("run.yaml"), tune(base, _as_trl_reads(config, rows), recipe))
 
 
 def tiny(config: RunConfig, path: Path) -> RunConfig:

@@ -13,7 +13,6 @@ from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from tests.e2e.conftest import MakeConfig
 from tests.e2e.preferences import assert_same_training, chats, keys_of, pairs, recipe, verdicts, write
-from tests.e2e.runs import metrics, succeed
 from tests.tiers import rotating, thinned
 from tests.trl_oracle import tune
 
@@ -27,7 +26,7 @@ def test_it_trains_what_trl_trains(
     rows = verdicts() if method == "kto" else pairs()
     wanted = recipe(method, adapted=adapted)
     config = make_config(rows=write(tmp_path / "rows.jsonl", rows), **keys_of(wanted))
-    succeed(config)
+    config.succeed()
     assert_same_training(config, tune(base, rows, wanted))
 
 
@@ -40,10 +39,10 @@ def test_dropout_is_off_as_in_trl(adapted: bool, make_config: MakeConfig, base: 
     dropping = _save_with_dropout(base, tmp_path / "base")
     keys = {"base": dropping, "rows": write(tmp_path / "rows.jsonl", pairs()), **keys_of(wanted)}
     off, on = (make_config(name, lora_dropout=0.5 if adapted else None, **keys) for name in ("off", "on"))
-    succeed(off)
+    off.succeed()
     assert_same_training(off, tune(dropping, pairs(), wanted))
-    succeed(on, "disable_dropout=false")
-    assert metrics(on)[-1]["loss"] != metrics(off)[-1]["loss"]
+    on.succeed("disable_dropout=false")
+    assert on.metrics[-1]["loss"] != off.metrics[-1]["loss"]
 
 
 def _save_with_dropout(base: Path, directory: Path) -> Path:
@@ -75,5 +74,5 @@ def test_conversations_end_as_in_trl(
     wanted = recipe(method, num_steps=2)
     rows = write(tmp_path / "rows.jsonl", chats())
     config = make_config(base=tmp_path / "base", rows=rows, **keys_of(wanted))
-    succeed(config)
+    config.succeed()
     assert_same_training(config, tune(tmp_path / "base", chats(), wanted))

@@ -11,7 +11,6 @@ from transformers import AutoModelForCausalLM
 
 from tests.e2e.conftest import MakeConfig
 from tests.e2e.preferences import assert_same_training, keys_of, pairs, recipe, verdicts, weights_of, write
-from tests.e2e.runs import metrics, succeed, succeed_ranks
 from tests.quantised import Form, dequantised_weights
 from tests.tiers import rotating
 from tests.trl_oracle import tune
@@ -29,9 +28,9 @@ def test_ranks_learn_what_one_process_learns(
     keys = {**keys_of(recipe(method, adapted=adapted)), "rows": data}
     alone = make_config("alone", **{**keys, "gradient_accumulation_steps": 4})
     config = make_config("ranks", **keys)
-    succeed(alone)
-    succeed_ranks(config, 2)
-    for line, wanted in zip(metrics(config), metrics(alone), strict=True):
+    alone.succeed()
+    config.succeed_ranks(2)
+    for line, wanted in zip(config.metrics, alone.metrics, strict=True):
         assert line["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
         assert line["preferences"] == pytest.approx(wanted["preferences"], rel=1e-4, abs=1e-5)
     found = weights_of(config)
@@ -47,7 +46,7 @@ def test_beside_a_quantised_model(form: Form, method: str, make_config: MakeConf
     rows, wanted = verdicts() if method == "kto" else pairs(), recipe(method, adapted=True)
     key = "load_in_8bit" if form == "int8" else "load_in_4bit"
     config = make_config(rows=write(tmp_path / "rows.jsonl", rows), **keys_of(wanted), **{key: True})
-    succeed(config)
+    config.succeed()
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     weights = dequantised_weights(model, load_file(base / WEIGHTS), form, torch.float32)
     plain = tmp_path / "plain"

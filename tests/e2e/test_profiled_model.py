@@ -19,7 +19,7 @@ from ratel_cli.report.words.profile import model_rows, operator_lines
 from ratel_cli.run.ask.profile_model import record_model
 from ratel_cli.run.files.output import claim_output
 from tests.e2e.conftest import MakeConfig
-from tests.e2e.runs import export_hash, measured_by_each_run, metrics, output_of, ratel, succeed
+from tests.e2e.runs import Config, measured_by_each_run, ratel, works
 from tests.planning.shapes import machine
 from tests.tiers import sample
 
@@ -74,17 +74,17 @@ def no_trial() -> contextlib.AbstractContextManager[object]:
 
 
 @pytest.mark.full
-def test_a_cached_profile_is_used_and_changes_no_bit(make_config: MakeConfig, plain_run: Path) -> None:
+def test_a_cached_profile_is_used_and_changes_no_bit(make_config: MakeConfig, plain_run: Config) -> None:
     """A second run in the same directory measures nothing again. Longer rows need a new profile."""
     config = make_config()
-    succeed(config)
+    config.succeed()
     with no_trial():
-        succeed(config, "--resume", "no")
-    assert export_hash(config) == export_hash(plain_run)
-    plan = json.loads((output_of(config) / "run" / "plan.json").read_text())
+        config.succeed("--resume", "no")
+    assert config.export_hash == plain_run.export_hash
+    plan = json.loads((config.output / "run" / "plan.json").read_text())
     assert plan["activations"]["source"] == "recorded"
     with no_trial(), pytest.raises(AssertionError, match="tried again"):
-        succeed(config, "--resume", "no", "--overwrite-store", "sequence_len=48")
+        config.succeed("--resume", "no", "--overwrite-store", "sequence_len=48")
 
 
 @pytest.mark.full
@@ -93,7 +93,7 @@ def test_the_printed_command_measures_again(
 ) -> None:
     """The machine and the model, of this config."""
     config = make_config("a run")
-    assert ratel("profile", config).code == 0
+    works("profile", config)
     hints = [line for line in ratel("profile", config).stderr.splitlines() if "measures again" in line]
     assert [line.partition(" ")[0] for line in hints] == ["machine", "the"]
     (command,) = {line.split("`")[1] for line in hints}
@@ -108,10 +108,10 @@ def test_the_printed_command_measures_again(
 @pytest.mark.parametrize("content", sample(["", "{", "[]", '{"profile": 3}', '{"profile": {"made_for": 1}}'], every=3))
 def test_a_file_that_cannot_be_read_is_no_profile(make_config: MakeConfig, content: str) -> None:
     config = make_config(max_steps=2)
-    path = output_of(config) / "run" / "model.json"
+    path = config.output / "run" / "model.json"
     path.parent.mkdir(parents=True)
     path.write_text(content)
-    succeed(config, "--overwrite")
+    config.succeed("--overwrite")
     assert json.loads(path.read_text())["profile"]["source"] == "recorded"
 
 
@@ -119,9 +119,9 @@ def test_a_file_that_cannot_be_read_is_no_profile(make_config: MakeConfig, conte
 def test_a_profile_that_is_wrong_is_noticed_while_the_run_goes_on_and_changes_no_bit(make_config: MakeConfig) -> None:
     """The costs of a device that is ten thousand times slower: each operator is worth being offloaded, at first."""
     config, right = make_config(max_steps=9), make_config("right", max_steps=9)
-    succeed(right)
-    succeed(config, "max_steps=1")
-    path = output_of(config) / "run" / "model.json"
+    right.succeed()
+    config.succeed("max_steps=1")
+    path = config.output / "run" / "model.json"
     content = json.loads(path.read_text())
     profile = content["profile"]
     for layer in [
@@ -133,16 +133,16 @@ def test_a_profile_that_is_wrong_is_noticed_while_the_run_goes_on_and_changes_no
             if key.endswith("seconds") and value is not None:
                 layer[key] = 1e4 * value
     path.write_text(json.dumps(content))
-    stderr = succeed(config, "--resume", "no")
+    stderr = config.succeed("--resume", "no")
     assert "; new estimate: " in stderr or "; new plan from " in stderr
-    plans = [line["predicted_seconds"] for line in metrics(config)]
+    plans = [line["predicted_seconds"] for line in config.metrics]
     assert plans[0] > 100 * plans[-1]
-    assert export_hash(config) == export_hash(right)
+    assert config.export_hash == right.export_hash
 
 
 def test_profiling_leaves_a_directory_alone_that_ratel_did_not_make(make_config: MakeConfig) -> None:
     config = make_config()
-    notes = output_of(config) / "notes.txt"
+    notes = config.output / "notes.txt"
     notes.parent.mkdir(parents=True)
     notes.write_text("mine")
     with pytest.raises(BadInput, match="Ratel did not make it"):

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from ratel_cli.config.load import load_config
 from ratel_cli.console import RunLog
@@ -19,27 +18,20 @@ from ratel_cli.errors import BadInput
 from ratel_cli.model.files.skeleton import DTYPES
 from ratel_cli.run.ask.evaluate import evaluate_merged
 from tests.e2e.conftest import MakeConfig
-from tests.e2e.runs import (
-    assert_rejected,
-    file_hash,
-    finetune,
-    in_dtype,
-    load_data,
-    metrics,
-    output_of,
-    ratel,
-    recipe_of,
-    run_until_killed,
-    store_of,
-    succeed,
-    succeed_ranks,
-    write_config,
+from tests.e2e.runs import Config, as_json, assert_rejected, file_hash, in_dtype, works, write_config
+from tests.e2e.test_adapters import (
+    CHANGES,
+    IN_PEFT,
+    LINEAR,
+    NUM_STEPS,
+    assert_same_without_its_store,
+    tensors_of,
 )
-from tests.e2e.test_adapters import CHANGES, IN_PEFT, LINEAR, NUM_STEPS, adapter_of, saved_name, tensors_of
+from tests.e2e.trained import assert_trained, in_plain_torch
 from tests.engine.architectures import tiny_config
 from tests.engine.machine import attention_of
 from tests.quantised import Form, dequantised_weights
-from tests.reference import Trained, train_in_memory
+from tests.reference import Trained
 
 KEYS: dict[Form, dict[str, object]] = {
     "nf4 double": {"load_in_4bit": True},
@@ -53,17 +45,11 @@ IN_TRANSFORMERS: dict[Form, dict[str, object]] = {
 }
 
 
-def plain(config: Path, base: Path, form: Form, dtype: str = "bfloat16") -> Trained:
+def plain(config: Config, base: Path, form: Form, dtype: str = "bfloat16") -> Trained:
     """What PEFT trains in plain PyTorch."""
-    data = load_data(config)
     model = AutoModelForCausalLM.from_pretrained(base, dtype=DTYPES[dtype])
-    weights = load_file(base / "model.safetensors")
-    return train_in_memory(
-        LlamaConfig.from_pretrained(base),
-        dequantised_weights(model, weights, form, DTYPES[dtype]),
-        [data.step(step) for step in range(NUM_STEPS)],
-        replace(recipe_of(config), lora=tuple(IN_PEFT.items())),
-    )
+    weights = dequantised_weights(model, load_file(base / "model.safetensors"), form, DTYPES[dtype])
+    return in_plain_torch(config, base, weights=weights, lora=tuple(IN_PEFT.items()))
 
 
 @pytest.mark.parametrize(
@@ -77,46 +63,21 @@ def plain(config: Path, base: Path, form: Form, dtype: str = "bfloat16") -> Trai
 def test_the_adapter_is_what_peft_trains(make_config: MakeConfig, base: Path, form: Form, dtype: str) -> None:
     """Killed in between, too. The files of the base stay as they are."""
     config, before = make_config(**CHANGES, **KEYS[form], dtype=dtype), file_hash(base / "model.safetensors")
-    run_until_killed(config, kill_at="commit.written:3")
-    succeed(config)
+    config.run_until_killed(kill_at="commit.written:3")
+    config.succeed()
     assert file_hash(base / "model.safetensors") == before
-    found, wanted = adapter_of(config), plain(config, base, form, dtype)
-    adapters = {saved_name(name): values for name, values in wanted.weights.items() if "lora_" in name}
-    assert found.keys() == adapters.keys()
-    for name, values in adapters.items():
-        assert torch.equal(found[name], values), name
-    assert [line["loss"] for line in metrics(config)] == list(wanted.losses)
-    assert [line["grad_norm"] for line in metrics(config)] == list(wanted.norms)
-    ended = ratel("verify", config)
-    assert ended.code == 0 and "bit for bit" in ended.stdout, ended.stdout + ended.stderr
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("form", list(KEYS))
-def test_a_run_is_asked_with_its_store_and_without(make_config: MakeConfig, rows: Path, form: Form) -> None:
-    config = make_config(**CHANGES, **KEYS[form])
-    succeed(config)
-    losses, texts = [], []
-    for _ in range(2):
-        ended = ratel("eval", output_of(config), rows, "--json")
-        assert ended.code == 0, ended.stderr
-        losses.append(json.loads(ended.stdout)["loss"])
-        ended = ratel("generate", output_of(config), "Which number is 0?", "--max-new-tokens", 5)
-        assert ended.code == 0, ended.stderr
-        texts.append(ended.stdout)
-        assert ratel("clean", output_of(config), "--store", "--yes").code == 0
-    assert losses[0] == losses[1] and texts[0] == texts[1]
+    assert_trained(config, plain(config, base, form, dtype))
+    assert "bit for bit" in works("verify", config).stdout
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_merging_is_into_the_model_before(make_config: MakeConfig, base: Path, dtype: str, tmp_path: Path) -> None:
     config, merged = make_config(**CHANGES, **KEYS["nf4 double"], dtype=dtype), tmp_path / "merged"
-    succeed(config)
-    ended = ratel("merge", config, "-o", merged, "--base", "original")
-    assert ended.code == 0, ended.stderr
+    config.succeed()
+    works("merge", config, "-o", merged, "--base", "original")
     model = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
-    assert_merged(merged, base, PeftModel.from_pretrained(model, output_of(config)))
+    assert_merged(merged, base, PeftModel.from_pretrained(model, config.output))
 
 
 def assert_merged(merged: Path, base: Path, model: PeftModel) -> None:
@@ -128,7 +89,7 @@ def assert_merged(merged: Path, base: Path, model: PeftModel) -> None:
         is_linear = name.removesuffix(".weight").endswith(tuple(LINEAR))
         assert torch.equal(values, wanted[name] if is_linear else before[name]), name
         assert values.dtype == before[name].dtype, name
-    assert ratel("verify", merged).code == 0
+    works("verify", merged)
 
 
 @pytest.mark.full
@@ -153,10 +114,8 @@ def test_merging_is_into_what_was_trained_beside(
     """The merged model is the one that is evaluated. What has no adapter is dequantised, too."""
     own, merged = in_dtype(base, of_files), tmp_path / "merged"
     config = make_config(**CHANGES, **KEYS[form], **keys, dtype=dtype, base=own)
-    succeed(config)
-    ended = ratel("merge", config, "-o", merged)
-    assert ended.code == 0, ended.stderr
-    shown = shown_losses(ended.stderr)
+    config.succeed()
+    shown = shown_losses(works("merge", config, "-o", merged).stderr)
     model = AutoModelForCausalLM.from_pretrained(
         own,
         dtype=DTYPES[dtype],
@@ -164,10 +123,10 @@ def test_merging_is_into_what_was_trained_beside(
         quantization_config=BitsAndBytesConfig(**IN_TRANSFORMERS[form], bnb_4bit_compute_dtype=DTYPES[dtype]),
     )
     model = model.dequantize().to(DTYPES[of_files])
-    assert_merged(merged, own, PeftModel.from_pretrained(model, output_of(config)))
-    assert shown["the adapter beside the quantised base"] == loss_of(output_of(config), rows, dtype)
+    assert_merged(merged, own, PeftModel.from_pretrained(model, config.output))
+    assert shown["the adapter beside the quantised base"] == loss_of(config.output, rows, dtype)
     assert shown["merged, --base dequantised"] == loss_of(merged, rows, dtype)
-    assert loss_of(output_of(config), rows, dtype) == pytest.approx(loss_of(merged, rows, dtype), rel=1e-3)
+    assert loss_of(config.output, rows, dtype) == pytest.approx(loss_of(merged, rows, dtype), rel=1e-3)
 
 
 def shown_losses(text: str) -> dict[str, float]:
@@ -178,10 +137,9 @@ def shown_losses(text: str) -> dict[str, float]:
 
 def loss_of(model: Path, rows: Path, dtype: str) -> float:
     """What `ratel eval` finds on the first eight rows."""
-    ended = ratel(
+    ended = works(
         "eval", model, rows, f"dtype={dtype}", "datasets.0.type=completion", "datasets.0.max_samples=8", "--json"
     )
-    assert ended.code == 0, ended.stderr
     return round(json.loads(ended.stdout)["loss"], 4)
 
 
@@ -198,23 +156,21 @@ def test_a_merge_shows_the_losses_of_both_bases(
         base=own,
         test_datasets=[{"path": str(other), "type": "completion"}],
     )
-    succeed(config)
-    ended = ratel("merge", config, "-o", tmp_path / "merged", "--base", "original")
-    assert ended.code == 0 and f"8 samples of {other}, in bfloat16" in ended.stderr, ended.stderr
+    config.succeed()
+    ended = works("merge", config, "-o", tmp_path / "merged", "--base", "original")
+    assert f"8 samples of {other}, in bfloat16" in ended.stderr
     shown = shown_losses(ended.stderr)
     assert list(shown) == [
         "the adapter beside the quantised base",
         "merged, --base dequantised",
         "merged, --base original",
     ]
-    assert shown["the adapter beside the quantised base"] == loss_of(output_of(config), other, "bfloat16")
+    assert shown["the adapter beside the quantised base"] == loss_of(config.output, other, "bfloat16")
     assert shown["merged, --base original"] == loss_of(tmp_path / "merged", other, "bfloat16")
     assert len(set(shown.values())) > 1
     other.unlink()
-    ended = ratel("merge", config, "-o", tmp_path / "without")
-    assert ended.code == 0 and f"were not compared: {other}: no such file" in ended.stderr.replace("\n", " "), (
-        ended.stderr
-    )
+    ended = works("merge", config, "-o", tmp_path / "without")
+    assert f"were not compared: {other}: no such file" in ended.stderr.replace("\n", " ")
     assert (tmp_path / "without" / "config.json").exists()
 
 
@@ -230,72 +186,42 @@ def test_experts_are_quantised_too(base: Path, rows: Path, tmp_path: Path, famil
     changes = {**CHANGES, **KEYS[form], "quantize_moe_experts": True, "sequence_len": 16, "dtype": "bfloat16"}
     changes |= {"lora_target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
     config = write_config(tmp_path, base=own, rows=rows, **changes)
-    run_until_killed(config, kill_at="commit.written:3")
-    succeed(config)
+    config.run_until_killed(kill_at="commit.written:3")
+    config.succeed()
     model = AutoModelForCausalLM.from_pretrained(own, dtype=torch.bfloat16)
     before = {name: each.detach().float() for name, each in model.named_parameters()}
-    data, lora = load_data(config), {**IN_PEFT, "target_modules": changes["lora_target_modules"]}
+    lora = {**IN_PEFT, "target_modules": changes["lora_target_modules"]}
     quantised = dequantised_weights(model, before, form, torch.bfloat16, with_experts=True)
-    wanted = train_in_memory(
-        AutoConfig.from_pretrained(own),
-        quantised,
-        [data.step(step) for step in range(NUM_STEPS)],
-        replace(recipe_of(config), lora=tuple(lora.items()), attn_implementation=attention_of(settings)),
-    )
-    assert [line["loss"] for line in metrics(config)] == list(wanted.losses)
-    found = adapter_of(config)
-    for name, values in wanted.weights.items():
-        assert "lora_" not in name or torch.equal(found[saved_name(name)], values), name
-    assert ratel("verify", config).code == 0
-    ended = ratel("merge", config, "-o", tmp_path / "merged", "--base", "original")
-    assert ended.code == 0, ended.stderr
+    changed = {"lora": tuple(lora.items()), "attn_implementation": attention_of(settings)}
+    assert_trained(config, in_plain_torch(config, own, weights=quantised, **changed))
+    works("verify", config)
+    works("merge", config, "-o", tmp_path / "merged", "--base", "original")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.bfloat16).state_dict()
     assert all(torch.equal(merged[name], values) for name, values in model.state_dict().items() if "expert" in name)
     if family == "mixtral":
-        assert ratel("merge", config, "-o", tmp_path / "dequantised").code == 0
+        works("merge", config, "-o", tmp_path / "dequantised")
         model.load_state_dict({name: values.bfloat16() for name, values in quantised.items()})
-        theirs = PeftModel.from_pretrained(model, output_of(config)).merge_and_unload().state_dict()
+        theirs = PeftModel.from_pretrained(model, config.output).merge_and_unload().state_dict()
         found = AutoModelForCausalLM.from_pretrained(tmp_path / "dequantised", dtype=torch.bfloat16).state_dict()
         assert found.keys() == theirs.keys()
         assert all(torch.equal(found[name], values) for name, values in theirs.items())
-    losses = []
-    for _ in range(2):
-        ended = ratel("eval", output_of(config), rows, "--json")
-        assert ended.code == 0, ended.stderr
-        losses.append(json.loads(ended.stdout)["loss"])
-        assert ratel("clean", output_of(config), "--store", "--yes").code == 0
-    assert losses[0] == losses[1]
-
-
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ({"quantize_moe_experts": True}, "`quantize_moe_experts` needs `load_in_4bit` or `load_in_8bit`"),
-        (
-            {"load_in_4bit": True, "quantize_moe_experts": True, "lora_target_parameters": ["mlp.experts.down_proj"]},
-            "`quantize_moe_experts` and `lora_target_parameters` are both set",
-        ),
-        ({"load_in_4bit": True, "quantize_moe_experts": True}, "has no stacks of experts that could be quantised"),
-    ],
-)
-def test_experts_that_cannot_be_quantised(make_config: MakeConfig, keys: dict[str, object], message: str) -> None:
-    assert_rejected(finetune(make_config(**CHANGES, **keys)), 2, message)
+    assert_same_without_its_store(config, rows)
 
 
 @pytest.mark.full
 def test_a_run_goes_on_with_the_same_quantisation(make_config: MakeConfig) -> None:
     config = make_config(**{**CHANGES, **KEYS["nf4 double"], "max_steps": 2})
-    succeed(config)
+    config.succeed()
     message = "bnb_4bit_use_double_quant was True, is now False"
-    assert_rejected(finetune(config, "bnb_4bit_use_double_quant=false", f"max_steps={NUM_STEPS}"), 2, message)
+    assert_rejected(config.finetune("bnb_4bit_use_double_quant=false", f"max_steps={NUM_STEPS}"), 2, message)
     for form, message in (("nf4", "bnb_4bit_use_double_quant was"), ("int8", "load_in_4bit was")):
         other = make_config(form, **{**CHANGES, **KEYS[form]})
-        assert_rejected(finetune(other, "--from", str(output_of(config))), 2, message)
+        assert_rejected(other.finetune("--from", str(config.output)), 2, message)
     started = make_config("started", **{**CHANGES, **KEYS["nf4 double"], "max_steps": 4})
-    succeed(started, "--from", str(output_of(config)))
-    assert metrics(started)[0]["step"] == 3
+    started.succeed("--from", str(config.output))
+    assert started.metrics[0]["step"] == 3
     afresh = make_config("afresh", **{**CHANGES, **KEYS["nf4 double"], "max_steps": 4})
-    succeed(afresh, "--from", str(output_of(config)), "--fresh-optimizer")
+    afresh.succeed("--from", str(config.output), "--fresh-optimizer")
 
 
 @pytest.mark.full
@@ -303,37 +229,24 @@ def test_the_plan_counts_bytes_of_quantised_weights(make_config: MakeConfig) -> 
     sizes, plans = {}, {}
     for form, keys in {**KEYS, "none": {}}.items():
         config = make_config(form, **CHANGES, **keys)
-        plans[form] = json.loads(ratel("plan", config, "--json").stdout)
-        succeed(config)
-        sizes[form] = store_of(config).stat().st_size
+        plans[form] = as_json("plan", config)
+        config.succeed()
+        sizes[form] = config.store.stat().st_size
     numbers = {plan["model"]["num_parameters"] for plan in plans.values()}
     assert len(numbers) == 1, "what is counted as a parameter is the same"
     # What double quantisation saves is less than a page here, and its parts begin at multiples of 256 bytes.
     assert max(sizes["nf4 double"], sizes["nf4"]) <= sizes["int8"] < sizes["none"]
 
 
-@pytest.mark.full
-def test_ranks_train_one_adapter(make_config: MakeConfig) -> None:
-    config = make_config("ranks", **CHANGES, **KEYS["nf4 double"])
-    alone = make_config("alone", **CHANGES, **KEYS["nf4 double"], gradient_accumulation_steps=4)
-    succeed_ranks(config, 2)
-    succeed(alone)
-    for name, values in adapter_of(alone).items():
-        torch.testing.assert_close(adapter_of(config)[name], values, rtol=1e-3, atol=1e-5)
-
-
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"load_in_4bit": True, "load_in_8bit": True}, "`load_in_4bit` and `load_in_8bit` are both set"),
-        ({"load_in_4bit": True, "adapter": None}, "`load_in_4bit` needs `adapter`"),
-        ({"load_in_8bit": True, "adapter": None}, "`load_in_8bit` needs `adapter`"),
-        ({"load_in_8bit": True, "peft_use_dora": True}, "DoRA beside a quantised model is not supported"),
+        ({"load_in_4bit": True, "quantize_moe_experts": True}, "has no stacks of experts that could be quantised"),
         ({"load_in_4bit": True, "lora_modules_to_save": ["o_proj"]}, "o_proj is quantised, and cannot be trained"),
     ],
 )
 def test_quantisations_that_cannot_be(make_config: MakeConfig, keys: dict[str, object], message: str) -> None:
-    assert_rejected(finetune(make_config(**{**CHANGES, **keys})), 2, message)
+    assert_rejected(make_config(**{**CHANGES, **keys}).finetune(), 2, message)
 
 
 def test_a_merge_of_preference_data_has_no_losses_to_compare(make_config: MakeConfig) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -12,26 +11,15 @@ import bitsandbytes as bnb
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, Mxfp4Config
+from transformers import AutoModelForCausalLM, Mxfp4Config
 
 from ratel_cli.model.files.skeleton import DTYPES
 from tests.e2e.conftest import MakeConfig
-from tests.e2e.runs import (
-    assert_rejected,
-    file_hash,
-    finetune,
-    load_data,
-    output_of,
-    ratel,
-    recipe_of,
-    save_base,
-    store_of,
-    succeed,
-)
-from tests.e2e.test_adapters import CHANGES, IN_PEFT, NUM_STEPS, adapter_of, saved_name
+from tests.e2e.runs import Config, as_json, assert_rejected, file_hash, save_base, works
+from tests.e2e.test_adapters import CHANGES, IN_PEFT, adapter_of
+from tests.e2e.trained import assert_trained, in_plain_torch
 from tests.engine.architectures import tiny_config
 from tests.quantised import dequantised_weights, of_words
-from tests.reference import train_in_memory
 from tests.tiers import thinned
 
 WEIGHTS = "model.safetensors"
@@ -86,25 +74,19 @@ def in_nf4(base: Path, directory: Path, *, left_out: str = "none") -> Path:
     return copied(base, directory / "nf4", tensors, settings)
 
 
-def exported(config: Path) -> dict[str, torch.Tensor]:
-    return load_file(output_of(config) / WEIGHTS)
-
-
-def assert_same_adapters(runs: list[Path]) -> None:
+def assert_same_adapters(runs: list[Config]) -> None:
     """Run both. The first one's adapter is that of the second, and is whole."""
     for each in runs:
-        succeed(each)
+        each.succeed()
     found, wanted = map(adapter_of, runs)
     assert all(torch.equal(found[name], values) for name, values in wanted.items())
-    ended = ratel("verify", runs[0])
-    assert ended.code == 0 and "bit for bit" in ended.stdout, ended.stdout + ended.stderr
+    assert "bit for bit" in works("verify", runs[0]).stdout
 
 
-def assert_same_merged(runs: list[Path], folder: Path) -> None:
+def assert_same_merged(runs: list[Config], folder: Path) -> None:
     """Merge both, into the folder. The first one's model has every tensor of the second's."""
     for name, each in zip(("merged", "merged-plain"), runs, strict=True):
-        ended = ratel("merge", output_of(each), "-o", folder / name)
-        assert ended.code == 0, ended.stderr
+        works("merge", each.output, "-o", folder / name)
     found, wanted = (load_file(folder / name / WEIGHTS) for name in ("merged", "merged-plain"))
     assert all(torch.equal(found[name], values) for name, values in wanted.items())
 
@@ -117,14 +99,13 @@ def test_a_full_run_from_fp8_is_that_from_the_dequantised_weights(
     before = file_hash(quantised / WEIGHTS)
     runs = [make_config(name, base=each, max_steps=3, dtype=dtype) for name, each in (("a", quantised), ("b", plain))]
     for each in runs:
-        succeed(each)
-    found, wanted = map(exported, runs)
+        each.succeed()
+    found, wanted = (each.exported for each in runs)
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[name], values) for name, values in wanted.items())
-    assert "quantization_config" not in json.loads((output_of(runs[0]) / "config.json").read_text())
+    assert "quantization_config" not in json.loads((runs[0].output / "config.json").read_text())
     assert file_hash(quantised / WEIGHTS) == before
-    ended = ratel("verify", runs[0])
-    assert ended.code == 0 and "bit for bit" in ended.stdout, ended.stdout + ended.stderr
+    assert "bit for bit" in works("verify", runs[0]).stdout
 
 
 @pytest.mark.parametrize(
@@ -139,11 +120,7 @@ def test_an_adapter_of_a_base_in_fp8(
     keys = {**CHANGES, **keys, "dtype": "bfloat16"}
     runs = [make_config(name, base=each, **keys) for name, each in (("a", quantised), ("b", plain))]
     assert_same_adapters(runs)
-    merged = tmp_path / "merged"
-    assert ratel("merge", output_of(runs[0]), "-o", merged).code == 0
-    assert ratel("merge", output_of(runs[1]), "-o", tmp_path / "merged-plain").code == 0
-    one, other = load_file(merged / WEIGHTS), load_file(tmp_path / "merged-plain" / WEIGHTS)
-    assert all(torch.equal(one[name], values) for name, values in other.items())
+    assert_same_merged(runs, tmp_path)
 
 
 def in_words(
@@ -197,16 +174,15 @@ def test_layers_of_gptq_and_awq_stay_packed_beside_an_adapter(
         dtype=dtype,
     )
     runs = [make_config(name, base=each, **CHANGES, dtype=dtype) for name, each in (("a", quantised), ("b", plain))]
-    planned = [json.loads(ratel("plan", each, "--json").stdout)["memory"]["nvme_bytes"] for each in runs]
+    planned = [as_json("plan", each)["memory"]["nvme_bytes"] for each in runs]
     assert_same_adapters(runs)
-    sizes = [store_of(each).stat().st_size for each in runs]
+    sizes = [each.store.stat().st_size for each in runs]
     matrices = sum(values.numel() for name, values in load_file(plain / WEIGHTS).items() if "proj" in name)
     assert sizes[1] - sizes[0] > (1 if dtype == "bfloat16" else 2.9) * matrices
     assert abs((planned[1] - planned[0]) - (sizes[1] - sizes[0])) < 4096
     assert_same_merged(runs, tmp_path)
-    assert ratel("clean", output_of(runs[0]), "--store", "--yes").code == 0
-    ended = ratel("verify", output_of(runs[0]))
-    assert ended.code == 0, ended.stdout + ended.stderr
+    works("clean", runs[0].output, "--store", "--yes")
+    works("verify", runs[0].output)
 
 
 @pytest.mark.full
@@ -216,9 +192,9 @@ def test_a_plan_without_the_files_takes_config_json_s_word(
 ) -> None:
     quantised, _ = in_words(base, tmp_path, method, left_out="layers.1.mlp.up_proj")
     config = make_config(base=quantised, **CHANGES)
-    with_files = json.loads(ratel("plan", config, "--json").stdout)["memory"]
+    with_files = as_json("plan", config)["memory"]
     (quantised / WEIGHTS).unlink()
-    without = json.loads(ratel("plan", config, "--json").stdout)["memory"]
+    without = as_json("plan", config)["memory"]
     assert without["nvme_bytes"] == with_files["nvme_bytes"]
 
 
@@ -226,7 +202,7 @@ def test_a_base_in_gptq_that_does_not_fit_its_config(make_config: MakeConfig, ba
     quantised, _ = in_words(base, tmp_path, "gptq")
     path = quantised / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "intermediate_size": 64}))
-    ended = finetune(make_config(base=quantised, **CHANGES))
+    ended = make_config(base=quantised, **CHANGES).finetune()
     assert_rejected(ended, 2, "has shape", "but the model needs")
 
 
@@ -242,9 +218,9 @@ def test_what_gptq_and_awq_leave_as_it_is_may_stay_in_the_files(
         make_config("a", base=quantised, **keys),
         make_config("b", base=plain, **keys),
     ]
-    said = succeed(runs[0], "base_storage=in_place")
+    said = runs[0].succeed("base_storage=in_place")
     assert "stay in the files of" in said and "are copied, as the files have them otherwise" in said
-    succeed(runs[1])
+    runs[1].succeed()
     found, wanted = map(adapter_of, runs)
     assert all(torch.equal(found[name], values) for name, values in wanted.items())
 
@@ -310,12 +286,11 @@ def test_experts_in_mxfp4_stay_packed_beside_an_adapter(
     keys = {**CHANGES, "lora_target_modules": ["q_proj", "v_proj"], **keys, "dtype": "bfloat16", "sequence_len": 16}
     runs = [make_config(name, base=each, **keys) for name, each in (("a", quantised), ("b", plain))]
     assert_same_adapters(runs)
-    sizes = [store_of(each).stat().st_size for each in runs]
+    sizes = [each.store.stat().st_size for each in runs]
     assert (sizes[0] < sizes[1] - 40_000) is stays_packed
     assert_same_merged(runs, tmp_path)
-    assert ratel("clean", output_of(runs[0]), "--store", "--yes").code == 0
-    ended = ratel("verify", output_of(runs[0]))
-    assert ended.code == 0, ended.stdout + ended.stderr
+    works("clean", runs[0].output, "--store", "--yes")
+    works("verify", runs[0].output)
 
 
 def test_a_base_in_nf4_keeps_its_codes(make_config: MakeConfig, base: Path, tmp_path: Path) -> None:
@@ -333,19 +308,10 @@ def test_layers_that_a_base_in_nf4_leaves_out_stay_as_they_are(
 ) -> None:
     left_out = "layers.1.mlp.down_proj"
     config = make_config(base=in_nf4(base, tmp_path, left_out=left_out), **CHANGES, load_in_4bit=True, dtype="bfloat16")
-    succeed(config)
-    data, whole = load_data(config), load_file(base / WEIGHTS)
+    config.succeed()
+    whole = load_file(base / WEIGHTS)
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
     weights = dequantised_weights(model, whole, "nf4 double", torch.bfloat16)
     weights[f"model.{left_out}.weight"] = whole[f"model.{left_out}.weight"]
-    wanted = train_in_memory(
-        LlamaConfig.from_pretrained(base),
-        weights,
-        [data.step(step) for step in range(NUM_STEPS)],
-        replace(recipe_of(config), lora=tuple(IN_PEFT.items())),
-    )
-    found = adapter_of(config)
-    adapters = {saved_name(name): values for name, values in wanted.weights.items() if "lora_" in name}
-    assert found.keys() == adapters.keys()
-    assert [name for name, values in adapters.items() if not torch.equal(found[name], values)] == []
-    assert ratel("verify", config).code == 0
+    assert_trained(config, in_plain_torch(config, base, weights=weights, lora=tuple(IN_PEFT.items())))
+    works("verify", config)

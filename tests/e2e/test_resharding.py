@@ -16,20 +16,7 @@ from ratel_cli.store.generation import Generation
 from ratel_cli.store.layout import RankSlice
 from ratel_cli.store.store import Store
 from tests.e2e.conftest import MakeConfig
-from tests.e2e.runs import (
-    assert_rejected,
-    assert_same_result,
-    curve,
-    export_hash,
-    finetune,
-    output_of,
-    ratel,
-    start_ranks,
-    stderr_of,
-    store_of,
-    succeed_ranks,
-    wait,
-)
+from tests.e2e.runs import Config, assert_rejected, ratel, wait, works
 from tests.e2e.trained import TRAINED, WHOLE_OR_ADAPTER, OfEach, run_of_each
 from tests.tiers import rotating, sample
 
@@ -51,9 +38,9 @@ def of_ranks(size: int, num_steps: int) -> tuple[str, ...]:
     return f"gradient_accumulation_steps={MICRO_BATCHES // size}", f"max_steps={num_steps}"
 
 
-def state_of(config: Path, size: int) -> list[bytes]:
+def state_of(config: Config, size: int) -> list[bytes]:
     """All fields of all blocks of the newest step, those of the ranks one behind the other; and its number."""
-    output, found, steps = output_of(config), list[bytes](), set[int]()
+    output, found, steps = config.output, list[bytes](), set[int]()
     for rank in range(size):
         directory = output / "run" / "ranks" / str(rank) if rank else output
         recorded = recorded_config(directory)
@@ -86,9 +73,9 @@ def read_all(generation: Generation, block: int, field: str) -> bytes:
 def resharded(tmp_path_factory: pytest.TempPathFactory, base: Path, rows: Path) -> OfEach:
     """Of runs that one rank began, and four, three and one went on with."""
 
-    def run(config: Path) -> None:
+    def run(config: Config) -> None:
         for number, size in enumerate(SIZES, start=1):
-            succeed_ranks(config, size, *of_ranks(size, 2 * number))
+            config.succeed_ranks(size, *of_ranks(size, 2 * number))
 
     return run_of_each(tmp_path_factory, base=base, rows=rows, run=run, **SAVING)
 
@@ -99,17 +86,16 @@ def test_the_state_of_any_number_of_ranks(make_config: MakeConfig, sizes: tuple[
     """Every bit of it, and of saved steps. Nothing else is left of the change."""
     before, after = sizes
     config = make_config(**{**CHANGES, **TRAINED[what], "save_steps": 1, "save_total_limit": 2})
-    succeed_ranks(config, before, *of_ranks(before, 2))
+    config.succeed_ranks(before, *of_ranks(before, 2))
     wanted = state_of(config, before)
-    succeed_ranks(config, after, *of_ranks(after, 2))
+    config.succeed_ranks(after, *of_ranks(after, 2))
     assert state_of(config, after) == wanted
-    left = sorted(path.name for path in store_of(config).parent.rglob("*") if path.is_dir())
+    left = sorted(path.name for path in config.store.parent.rglob("*") if path.is_dir())
     assert left == [f"rank-{rank}.store" for rank in range(1, after)]
-    assert not (output_of(config) / "run" / "resharding.json").exists()
-    assert ratel("verify", output_of(config)).code == 0
-    processes = start_ranks(config, after, *of_ranks(after, 2), "--resume", "1")
-    assert [wait(process) for process in processes] == [0] * after, stderr_of(config)
-    assert "resuming from step 1" in stderr_of(config)
+    assert not (config.output / "run" / "resharding.json").exists()
+    works("verify", config.output)
+    assert config.run_ranks(after, *of_ranks(after, 2), "--resume", "1") == [0] * after, config.stderr
+    assert "resuming from step 1" in config.stderr
 
 
 @pytest.mark.full
@@ -123,16 +109,15 @@ def test_a_change_that_is_killed_is_made_at_the_next_start(
     for number, size in enumerate(SIZES, start=1):
         arguments = of_ranks(size, 2 * number)
         if number > 1:
-            processes = start_ranks(config, size, *arguments, kill_at={0: point})
-            codes = [wait(process) for process in processes]
+            codes = config.run_ranks(size, *arguments, kill_at={0: point})
             if codes[0] == -9:
                 num_killed += 1
                 assert codes[1:] == [75] * (size - 1)
                 is_decided = point.startswith(("reshard.decided", "reshard.moved", "reshard.deleted"))
-                assert ratel("verify", output_of(config)).code == (2 if is_decided else 0)
-        succeed_ranks(config, size, *arguments)
+                assert ratel("verify", config.output).code == (2 if is_decided else 0)
+        config.succeed_ranks(size, *arguments)
     assert num_killed >= (1 if point == "reshard.deleted:1" else 2)
-    assert_same_result(config, resharded(what))
+    config.assert_same_result(resharded(what))
 
 
 @pytest.mark.full
@@ -144,24 +129,24 @@ def test_a_new_run_starts_from_a_step_of_another_number(
     weights. The record of it goes with the ranks."""
     (before, after), keys = sizes, {**CHANGES, **TRAINED[what]}
     other = make_config("other", **{**SAVING, **TRAINED[what]})
-    succeed_ranks(other, before, *of_ranks(before, 4))
+    other.succeed_ranks(before, *of_ranks(before, 4))
     branch, fresh = make_config("branch", **keys), make_config("fresh", **keys)
-    origin = ("--from", f"{output_of(other)}@2")
-    succeed_ranks(branch, after, *origin, *of_ranks(after, 6))
-    succeed_ranks(fresh, after, *origin, "--fresh-optimizer", *of_ranks(after, 1))
+    origin = ("--from", f"{other.output}@2")
+    branch.succeed_ranks(after, *origin, *of_ranks(after, 6))
+    fresh.succeed_ranks(after, *origin, "--fresh-optimizer", *of_ranks(after, 1))
     if what == "all weights":  # an exported adapter is no base model
-        exported = output_of(other).parent / "exported"
-        assert ratel("export", other, "--step", 2, "-o", exported).code == 0
+        exported = other.output.parent / "exported"
+        works("export", other, "--step", 2, "-o", exported)
         begun = make_config("begun", **keys, base=exported)
-        succeed_ranks(begun, after, *of_ranks(after, 1))
-        assert_same_result(fresh, begun)
-    succeed_ranks(other, before, *of_ranks(before, 2), "--resume", "2")
-    succeed_ranks(other, after, *of_ranks(after, 6))
-    assert export_hash(branch) == export_hash(other)
-    assert curve(branch) == curve(other)[2:]
-    succeed_ranks(branch, before, *origin, *of_ranks(before, 7))
+        begun.succeed_ranks(after, *of_ranks(after, 1))
+        fresh.assert_same_result(begun)
+    other.succeed_ranks(before, *of_ranks(before, 2), "--resume", "2")
+    other.succeed_ranks(after, *of_ranks(after, 6))
+    assert branch.export_hash == other.export_hash
+    assert branch.curve == other.curve[2:]
+    branch.succeed_ranks(before, *origin, *of_ranks(before, 7))
     for rank in range(before):
-        directory = output_of(branch) / "run" / "ranks" / str(rank) if rank else output_of(branch)
+        directory = branch.output / "run" / "ranks" / str(rank) if rank else branch.output
         assert json.loads((directory / "run" / "origin.json").read_text())["step"] == 2
 
 
@@ -173,20 +158,19 @@ def test_a_run_that_started_from_another_one_is_killed(make_config: MakeConfig, 
     other, branch = (
         make_config(name, **{**keys, **TRAINED[what]}) for name, keys in (("other", SAVING), ("branch", CHANGES))
     )
-    succeed_ranks(other, 1, *of_ranks(1, 2))
-    origin = ("--from", str(output_of(other)))
-    processes = start_ranks(branch, 2, *origin, *of_ranks(2, 4), kill_at={1: "create.filled:1"})
-    assert [wait(process) for process in processes] == [75, -9]
-    succeed_ranks(branch, 2, *origin, *of_ranks(2, 4))
-    processes = start_ranks(branch, 3, *origin, *of_ranks(3, 6), kill_at={0: "reshard.decided:1"})
+    other.succeed_ranks(1, *of_ranks(1, 2))
+    origin = ("--from", str(other.output))
+    assert branch.run_ranks(2, *origin, *of_ranks(2, 4), kill_at={1: "create.filled:1"}) == [75, -9]
+    branch.succeed_ranks(2, *origin, *of_ranks(2, 4))
+    processes = branch.start_ranks(3, *origin, *of_ranks(3, 6), kill_at={0: "reshard.decided:1"})
     assert wait(processes[0]) == -9
     for process in processes[1:]:
         wait(process)
-    succeed_ranks(branch, 3, *origin, *of_ranks(3, 6))
+    branch.succeed_ranks(3, *origin, *of_ranks(3, 6))
     whole = make_config("whole", **{**SAVING, **TRAINED[what]})
     for size, num_steps in ((1, 2), (2, 4), (3, 6)):
-        succeed_ranks(whole, size, *of_ranks(size, num_steps))
-    assert export_hash(branch) == export_hash(whole)
+        whole.succeed_ranks(size, *of_ranks(size, num_steps))
+    assert branch.export_hash == whole.export_hash
 
 
 @pytest.mark.nightly
@@ -198,7 +182,7 @@ def test_a_change_that_is_killed_at_any_moment(make_config: MakeConfig, resharde
     for number, size in enumerate(SIZES, start=1):
         arguments = of_ranks(size, 2 * number)
         for _ in range(0 if number == 1 else 6):
-            processes = start_ranks(config, size, *arguments)
+            processes = config.start_ranks(size, *arguments)
             if draw.randrange(2):
                 while not is_changing(config) and any(process.is_alive() for process in processes):
                     time.sleep(0.002)
@@ -208,13 +192,13 @@ def test_a_change_that_is_killed_at_any_moment(make_config: MakeConfig, resharde
             for rank in draw.sample(range(size), k=draw.randint(1, size)):
                 processes[rank].kill()
             codes = [wait(process) for process in processes]
-            assert set(codes) <= {-9, 0, 75}, [stderr_of(config, rank) for rank in range(size)]
-        succeed_ranks(config, size, *arguments)
-    assert_same_result(config, resharded(what))
+            assert set(codes) <= {-9, 0, 75}, [config.stderr_of(rank) for rank in range(size)]
+        config.succeed_ranks(size, *arguments)
+    config.assert_same_result(resharded(what))
 
 
-def is_changing(config: Path) -> bool:
-    return (output_of(config) / "run" / "resharding.json").exists()
+def is_changing(config: Config) -> bool:
+    return (config.output / "run" / "resharding.json").exists()
 
 
 @pytest.mark.full
@@ -222,27 +206,25 @@ def test_another_number_of_ranks_has_the_same_steps(make_config: MakeConfig) -> 
     """Else it is rejected, and nothing is changed: so is another directory that is in the way, and a store that is
     missing."""
     config = make_config(**CHANGES)
-    succeed_ranks(config, 2)
+    config.succeed_ranks(2)
     wanted = state_of(config, 2)
-    assert_rejected(finetune(config), 2, "a step of this run has 12 micro-batches, and not 1 x 6")
-    processes = start_ranks(config, 3)
-    assert [wait(process) for process in processes] == [2, 75, 75]
-    assert "set gradient_accumulation_steps=4; it is that of each rank" in stderr_of(config)
-    assert stderr_of(config, 1) == stderr_of(config, 2) == "", "rank 0 has said it, however long they stay"
+    assert_rejected(config.finetune(), 2, "a step of this run has 12 micro-batches, and not 1 x 6")
+    assert config.run_ranks(3) == [2, 75, 75]
+    assert "set gradient_accumulation_steps=4; it is that of each rank" in config.stderr
+    assert config.stderr_of(1) == config.stderr_of(2) == "", "rank 0 has said it, however long they stay"
     one = of_ranks(1, 2)
-    assert_rejected(finetune(config, *one, "--dry-run"), 2, "its stores must be redistributed")
-    assert_rejected(finetune(config, *one, "--resume", "1"), 2, "both may not change at once")
-    other = store_of(config).parent / "resharded.store"
+    assert_rejected(config.finetune(*one, "--dry-run"), 2, "its stores must be redistributed")
+    assert_rejected(config.finetune(*one, "--resume", "1"), 2, "both may not change at once")
+    other = config.store.parent / "resharded.store"
     other.mkdir()
-    assert_rejected(finetune(config, *one), 2, "is in the way")
+    assert_rejected(config.finetune(*one), 2, "is in the way")
     other.rmdir()
-    lost = store_of(config).parent / "rank-1.store"
+    lost = config.store.parent / "rank-1.store"
     lost.rename(lost.with_name("away"))
-    assert_rejected(finetune(config, *one), 2, "the store of rank 1 is not here")
+    assert_rejected(config.finetune(*one), 2, "the store of rank 1 is not here")
     lost.with_name("away").rename(lost)
     assert state_of(config, 2) == wanted
-    ended = finetune(config, *one)
-    assert ended.code == 0, ended.stderr
+    works("finetune", config, *one)
     assert state_of(config, 1) == wanted
 
 
@@ -250,8 +232,8 @@ def test_another_number_of_ranks_has_the_same_steps(make_config: MakeConfig) -> 
 def test_a_store_can_be_deleted_while_it_changes(make_config: MakeConfig) -> None:
     """With what was begun beside it."""
     config = make_config(**CHANGES)
-    succeed_ranks(config, 2)
-    [process] = start_ranks(config, 1, *of_ranks(1, 2), kill_at={0: "reshard.copied:1"})
+    config.succeed_ranks(2)
+    [process] = config.start_ranks(1, *of_ranks(1, 2), kill_at={0: "reshard.copied:1"})
     assert wait(process) == -9
-    assert ratel("clean", output_of(config), "--store", "--yes").code == 0
-    assert not store_of(config).parent.exists()
+    works("clean", config.output, "--store", "--yes")
+    assert not config.store.parent.exists()

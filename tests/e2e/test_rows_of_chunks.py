@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from scripts import family_configs
 from tests.e2e.conftest import MakeConfig
-from tests.e2e.runs import assert_rejected, exported, finetune, load_data, metrics, ratel, succeed
+from tests.e2e.runs import assert_rejected, ratel
 from tests.reference import Recipe, train_in_memory
 
 CHUNK = 8
@@ -33,16 +33,16 @@ def chunked(tmp_path: Path, base: Path) -> Path:
 @pytest.mark.full
 def test_ragged_rows_train_as_in_plain_torch(make_config: MakeConfig, chunked: Path) -> None:
     config = make_config(base=chunked, max_steps=2, sample_packing=False)
-    succeed(config)
-    data = load_data(config, row_multiple=CHUNK)
+    config.succeed()
+    data = config.load_data(row_multiple=CHUNK)
     steps = [data.step(number) for number in range(2)]
     assert all(batch.input_ids.shape[1] % CHUNK == 0 for batches in steps for batch in batches)
     model = AutoModelForCausalLM.from_pretrained(chunked)
     weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     recipe = Recipe(learning_rate=0.01, max_grad_norm=1.0, attn_implementation="eager")
     wanted = train_in_memory(model.config, weights, steps, recipe)
-    found = exported(config)
-    assert [line["loss"] for line in metrics(config)] == list(wanted.losses)
+    found = config.exported
+    assert [line["loss"] for line in config.metrics] == list(wanted.losses)
     assert [name for name, weight in wanted.weights.items() if not torch.equal(found[name], weight)] == []
 
 
@@ -50,7 +50,7 @@ def test_ragged_rows_train_as_in_plain_torch(make_config: MakeConfig, chunked: P
 def test_a_length_that_no_chunk_divides_is_refused(make_config: MakeConfig, chunked: Path) -> None:
     config = make_config(base=chunked, sequence_len=60)
     message = "sequence_len is 60, but xlstm computes rows in chunks of 8 tokens"
-    ended = finetune(config)
+    ended = config.finetune()
     assert_rejected(ended, 2, message)
     assert "set sequence_len to 56 or 64" in ended.stderr
     ended = ratel("check", config)

@@ -26,7 +26,7 @@ from transformers import (
 
 from examples import same_as_trainer
 from examples.same_as_trainer import MODELS, Step, Trained, is_equal, num_equal, num_weights, run_both, table
-from tests.e2e.runs import succeed
+from tests.e2e.runs import works
 from tests.tiers import sample
 
 ROOT = Path(__file__).parents[2]
@@ -36,7 +36,7 @@ def with_changes(*changes: str) -> Callable[[Path], None]:
     """`ratel finetune CONFIG` with `key=value` arguments, in this process."""
 
     def finetune(config: Path) -> None:
-        succeed(config, *changes)
+        works("finetune", config, *changes)
 
     return finetune
 

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from ratel_cli.config.importing import import_config
 from ratel_cli.config.load import dump, load_config
 from ratel_cli.config.yaml.yaml_marks import Plain
+from tests.e2e.runs import Config
 from tests.e2e.test_ported_configs import data, dry_run, tiny  # noqa: F401  (fixtures)
 from tests.engine.architectures import tiny_config
 from tests.tiers import sample
@@ -60,7 +61,7 @@ def test_its_dry_run(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("theirs.yaml").write_text(dump(SHIPPED[name]))
-    run = Path("run.yaml")
+    run = Config("run.yaml")
     run.write_text(import_config(Path("theirs.yaml")).text)
     base = with_experts if SHIPPED[name].get("quantize_moe_experts") else tiny
     ended = dry_run(run, base, data)

@@ -45,7 +45,7 @@ from ratel_cli.config.load import dump, load_config
 from ratel_cli.config.yaml.yaml_marks import Plain
 from ratel_cli.engine.replay.loss import MeanLoss
 from tests.e2e.ported_configs import PORTED
-from tests.e2e.runs import finetune, metrics, output_of, save_base
+from tests.e2e.runs import Config, save_base
 from tests.e2e.test_shipped_rates import CONFIGS, TEN
 from tests.engine.architectures import tiny_config
 from tests.tiers import sample
@@ -384,7 +384,7 @@ class Shipped:
 
     content: Mapping[str, object]
     base: Path
-    config: Path
+    config: Config
     told: dict[str, str]
     """By key: what the import says about it."""
 
@@ -422,7 +422,7 @@ def imported(name: str, bases: Callable[[Family], Path], folder: Path) -> Shippe
         del config[key]
     (folder / "run.yaml").write_text(yaml.safe_dump(config))
     told = {row.written: row.reason for row in found.outcomes}
-    return Shipped(content=content, base=Path(config["base_model"]), config=folder / "run.yaml", told=told)
+    return Shipped(content=content, base=Path(config["base_model"]), config=Config(folder / "run.yaml"), told=told)
 
 
 def plain_loss(base: Path, rows: Sequence[Encoded]) -> float:
@@ -449,9 +449,9 @@ def test_its_tokens_and_three_steps(
     monkeypatch.chdir(tmp_path)
     shipped = imported(name, bases, tmp_path)
     with mock.patch("ratel_cli.engine.steps.state.MeanLoss", side_effect=MeanLoss) as means:
-        ended = finetune(shipped.config)
+        ended = shipped.config.finetune()
     assert ended.code == 0, ended.stderr
-    steps = metrics(shipped.config)
+    steps = shipped.config.metrics
     assert [step["step"] for step in steps] == [1, 2, 3]
     assert all(math.isfinite(step["loss"]) for step in steps)
     content = shipped.content
@@ -469,7 +469,7 @@ def test_its_tokens_and_three_steps(
         key, words = TOLD[name]
         assert words in shipped.told[key]
     if special.adapter is not None:
-        with safe_open(output_of(shipped.config) / "adapter_model.safetensors", "pt") as file:
+        with safe_open(shipped.config.output / "adapter_model.safetensors", "pt") as file:
             found = set(file.keys())
         names = adapted_names(content, shipped.base)
         if "moe" in family_of(content).architecture:

@@ -28,7 +28,7 @@ import torch
 
 from ratel_cli.cli.app import main
 from tests.e2e.conftest import MakeConfig
-from tests.e2e.runs import measured_briefly, metrics
+from tests.e2e.runs import Config, measured_briefly
 from tests.terminal import Screen
 from tests.tiers import sample
 
@@ -115,7 +115,7 @@ def _run_child(config: str, arguments: Sequence[str], environment: Mapping[str, 
 
 
 @contextmanager
-def session(config: Path, *arguments: str, columns: int = 80) -> Iterator[Session]:
+def session(config: Config, *arguments: str, columns: int = 80) -> Iterator[Session]:
     """Start a run on a terminal; the test ends it."""
     running = Session(config, *arguments, columns=columns)
     try:
@@ -154,7 +154,7 @@ def test_a_run(make_config: MakeConfig, columns: int) -> None:
         assert running.end() == 0
     lines = running.screen.lines
     assert_no_panel(lines)
-    losses = {line["step"]: line for line in metrics(config)}
+    losses = {line["step"]: line for line in config.metrics}
     assert [line for line in lines if line.startswith(("saved ", "eval loss "))] == [
         "saved step 2",
         f"eval loss {losses[3]['eval_loss']:.4f} after step 3",
@@ -207,7 +207,7 @@ def test_ctrl_c(make_config: MakeConfig, columns: int) -> None:
         os.kill(running.process.pid or 0, signal.SIGINT)
         assert running.end() == 130
     lines = running.screen.lines
-    step = metrics(config)[-1]["step"]
+    step = config.metrics[-1]["step"]
     number = next(number for number, line in enumerate(lines) if line.startswith("Stopped at "))
     said = " ".join(line.strip() for line in lines[number:])
     assert said == f"Stopped at step {step} (saved). Run the same command to continue."

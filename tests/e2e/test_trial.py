@@ -14,7 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from ratel_cli.run.train import trial
 from scripts import family_configs
 from tests.e2e.conftest import MakeConfig
-from tests.e2e.runs import assert_rejected, finetune, measured_by_each_run, metrics, output_of, ratel, store_of, succeed
+from tests.e2e.runs import assert_rejected, measured_by_each_run, ratel
 
 
 @pytest.fixture(autouse=True)
@@ -49,19 +49,19 @@ def no_backward(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_layer_without_backward_is_rejected_before_anything_is_written(make_config: MakeConfig) -> None:
     config = make_config(dtype="bfloat16")
     reason = "LlamaForCausalLM: its layer 0 cannot run forward and backward in bfloat16 on cpu: this kernel has no back"
-    assert_rejected(finetune(config), 2, reason)
+    assert_rejected(config.finetune(), 2, reason)
     assert_rejected(ratel("check", config), 2, reason)
-    assert not store_of(config).parent.exists()
-    assert not (output_of(config) / "run" / "plan.json").exists()
+    assert not config.store.parent.exists()
+    assert not (config.output / "run" / "plan.json").exists()
 
 
 @pytest.mark.full
 def test_a_measured_layer_is_planned_with_from_the_first_step_on(make_config: MakeConfig) -> None:
     """Nothing is recorded, so step 1 is predicted as it is shown."""
     config = make_config(max_steps=2)
-    stderr = succeed(config)
+    stderr = config.succeed()
     assert "until step 1 is recorded" not in stderr and "plan updated from step 1" not in stderr
-    profile = json.loads((output_of(config) / "run" / "model.json").read_text())["profile"]
+    profile = json.loads((config.output / "run" / "model.json").read_text())["profile"]
     assert profile["source"] == "recorded" and profile["head_seconds"] > 0
     assert all(layer["forward_seconds"] > 0 for layer in profile["profiles"])
 
@@ -70,7 +70,7 @@ def test_what_would_take_too_long_is_recorded_in_step_1(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trial, "_MOST_SECONDS", 0.0)
-    stderr = succeed(make_config(max_steps=2))
+    stderr = make_config(max_steps=2).succeed()
     assert "; step 1 is recorded instead" in stderr
     assert "until step 1 is recorded" in stderr and "plan updated from step 1" in stderr
 
@@ -87,8 +87,8 @@ def test_a_row_of_a_fixed_length_is_tried_whole(make_config: MakeConfig, monkeyp
 
     monkeypatch.setattr(LlamaMLP, "forward", only_whole_rows)
     config = make_config(max_steps=1, sequence_len=96)
-    succeed(config)
-    assert len(metrics(config)) == 1
+    config.succeed()
+    assert len(config.metrics) == 1
     assert_rejected(ratel("check", make_config("other", sequence_len=80)), 2, "rows of 96")
 
 
@@ -96,11 +96,11 @@ def test_a_row_of_a_fixed_length_is_tried_whole(make_config: MakeConfig, monkeyp
 def test_the_model_is_as_before(make_config: MakeConfig, tmp_path: Path) -> None:
     """A trial draws nothing that the run draws: two starts, one without a trial, give the same losses."""
     tried, recorded = make_config("tried"), make_config("recorded")
-    succeed(tried)
+    tried.succeed()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trial, "_MOST_SECONDS", 0.0)
-        succeed(recorded)
-    assert [each["loss"] for each in metrics(tried)] == [each["loss"] for each in metrics(recorded)]
+        recorded.succeed()
+    assert [each["loss"] for each in tried.metrics] == [each["loss"] for each in recorded.metrics]
 
 
 @pytest.mark.full
@@ -113,5 +113,5 @@ def test_an_embedding_with_more_rows_than_the_head(tmp_path: Path, make_config: 
     rows.write_text("".join(json.dumps({"input_ids": list(range(start, start + 30))}) + "\n" for start in range(8)))
     datasets = [{"path": str(rows), "type": "tokens"}]
     config = make_config(base=tmp_path / "base", datasets=datasets, max_steps=1, sequence_len=512, micro_batch_size=2)
-    succeed(config)
-    assert [line["step"] for line in metrics(config)] == [1]
+    config.succeed()
+    assert [line["step"] for line in config.metrics] == [1]

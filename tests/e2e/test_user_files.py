@@ -20,7 +20,7 @@ import pytest
 from ratel_cli.cli.app import main
 from tests.e2e.drawn_commands import commands_of, draw_sequence
 from tests.e2e.planted import NOTHING, Content, Tree
-from tests.e2e.runs import assert_rejected, ratel
+from tests.e2e.runs import assert_rejected, ratel, works
 from tests.tiers import sample
 
 NUM_GROUPS = 32
@@ -143,7 +143,7 @@ def test_images_come_beside_other_files(planted: Tree) -> None:
     options = ("--denoising-steps", 1, "-o", planted.mine)
     assert_rejected(ratel("generate", planted.denoiser, "--class", 2, *options), 2, "class-2-0.png: the file exists")
     assert planted.contents() == before
-    assert ratel("generate", planted.denoiser, "--class", 1, *options).code == 0
+    works("generate", planted.denoiser, "--class", 1, *options)
     new = {str(planted.mine / name) for name in ("class-1-0.png", "latents.safetensors")}
     assert _differences(before, planted.contents(), besides=planted.cache) == sorted(new)
 
@@ -151,5 +151,5 @@ def test_images_come_beside_other_files(planted: Tree) -> None:
 def test_the_test_can_fail(planted: Tree) -> None:
     """With a command that insists."""
     before = planted.contents()
-    assert ratel("export", planted.config, "-o", planted.mine, "--overwrite").code == 0
+    works("export", planted.config, "-o", planted.mine, "--overwrite")
     assert planted.contents()[str(planted.mine / "README.md")] != before[str(planted.mine / "README.md")]

@@ -16,19 +16,7 @@ from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.queue import open_queue
 from ratel_cli.store.store import Store
 from tests.e2e.conftest import MakeConfig, SignalAt
-from tests.e2e.runs import (
-    Ended,
-    Tensors,
-    adapts,
-    exported,
-    file_hash,
-    output_of,
-    ratel,
-    store_of,
-    succeed,
-    weights_name,
-    weights_path,
-)
+from tests.e2e.runs import Config, Ended, Tensors, as_json, file_hash, ratel, works
 from tests.e2e.trained import WHOLE_OR_ADAPTER, OfEach, run_of_each
 from tests.tiers import rotating, thinned
 
@@ -44,18 +32,18 @@ def saved_of(tmp_path_factory: pytest.TempPathFactory, base: Path, rows: Path) -
 
 
 @pytest.fixture
-def saved(saved_of: OfEach) -> Path:
+def saved(saved_of: OfEach) -> Config:
     """The config of such a run of all weights. Tests must not change it."""
     return saved_of("all weights")
 
 
 @pytest.fixture
-def copied(saved_of: OfEach, tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+def copied(saved_of: OfEach, tmp_path: Path, request: pytest.FixtureRequest) -> Config:
     """A copy of such a run, which a test may damage. It trains all weights unless the test asks for another one."""
     saved = saved_of(getattr(request, "param", "all weights"))
     Path(shutil.copytree(saved.parent, tmp_path / "copied"))
-    config = tmp_path / "copied" / "run.yaml"
-    for file in (config, output_of(config) / "run" / "config.yaml"):
+    config = Config(tmp_path / "copied" / "run.yaml")
+    for file in (config, config.output / "run" / "config.yaml"):
         file.write_text(file.read_text().replace(str(saved.parent), str(config.parent)))
     return config
 
@@ -64,9 +52,9 @@ OF_EACH = pytest.mark.parametrize("copied", thinned(WHOLE_OR_ADAPTER, every=3), 
 """A test of a copy, once for each kind of run."""
 
 
-def library_of(config: Path) -> str:
+def library_of(config: Config) -> str:
     """What the export is loaded with."""
-    return "PEFT" if adapts(config) else "transformers"
+    return "PEFT" if config.adapts else "transformers"
 
 
 def rows_of(ended: Ended) -> dict[str, str]:
@@ -75,28 +63,28 @@ def rows_of(ended: Ended) -> dict[str, str]:
     return {line.split("  ")[0]: line.split("  ", 1)[1].strip() for line in lines}
 
 
-def change_weights(config: Path, change: Callable[[Tensors], object]) -> None:
-    tensors = exported(config)
+def change_weights(config: Config, change: Callable[[Tensors], object]) -> None:
+    tensors = config.exported
     change(tensors)
-    save_file(tensors, weights_path(config), metadata={"format": "pt"})
+    save_file(tensors, config.weights_path, metadata={"format": "pt"})
 
 
-def damage(config: Path, step: int, block: int, field: str) -> None:
+def damage(config: Config, step: int, block: int, field: str) -> None:
     """Flip a bit in a field of a generation, in the data file."""
     with (
         open_queue("threads", notice=pytest.fail) as queue,
         BufferPool(None) as pool,
-        Store.open([store_of(config).parent], queue=queue, identity=None) as store,
+        Store.open([config.store.parent], queue=queue, identity=None) as store,
     ):
         generation = store.current() if store.progress.step == step else store.pinned(step)
         field_, num_elements = store.blocks[block].record.field(field), store.blocks[block].num_elements
         memory = pool.lease(field_.num_bytes(num_elements), "test").memory
         generation.read(block, field, 0, num_elements, memory).wait()
         wanted = bytes(memory[:4096])
-    data = bytearray(store_of(config).read_bytes())
+    data = bytearray(config.store.read_bytes())
     place = data.index(wanted)
     data[place + 17] ^= 4
-    store_of(config).write_bytes(data)
+    config.store.write_bytes(data)
 
 
 @pytest.mark.parametrize(
@@ -104,12 +92,11 @@ def damage(config: Path, step: int, block: int, field: str) -> None:
 )
 def test_a_whole_run(saved_of: OfEach, by: str, what: str) -> None:
     saved = saved_of(what)
-    before = file_hash(store_of(saved))
-    ended = ratel("verify", saved if by == "config" else output_of(saved))
-    assert ended.code == 0, ended.stderr + ended.stdout
+    before = file_hash(saved.store)
+    ended = works("verify", saved if by == "config" else saved.output)
     assert ended.stdout.splitlines()[0].split() == ["what", "bytes", "checked", "verdict"]
     rows = rows_of(ended)
-    weights, library = weights_name(saved), library_of(saved)
+    weights, library = saved.weights_path.name, library_of(saved)
     assert list(rows) == [
         "step 4, current", "step 2, saved", weights, "other files", "tokenizer", library, "weights", "logits",
     ]  # fmt: skip
@@ -120,11 +107,11 @@ def test_a_whole_run(saved_of: OfEach, by: str, what: str) -> None:
     assert rows["weights"].endswith("every bit  equal to step 4")
     assert rows["logits"].endswith("16 tokens  equal to those from step 4, bit for bit")
     assert "B/s" in ended.stderr
-    assert file_hash(store_of(saved)) == before
+    assert file_hash(saved.store) == before
 
 
-def test_json(saved: Path) -> None:
-    found = json.loads(ratel("verify", saved, "--json").stdout)
+def test_json(saved: Config) -> None:
+    found = as_json("verify", saved)
     assert found["whole"] is True
     assert [check["what"] for check in found["checks"]][:3] == ["step 4, current", "step 2, saved", WEIGHTS]
     assert all(check.keys() == {"what", "num_bytes", "checked", "verdict", "is_wrong"} for check in found["checks"])
@@ -143,10 +130,8 @@ def test_json(saved: Path) -> None:
 )
 def test_other_runs(make_config: MakeConfig, tied_base: Path, changes: dict[str, object]) -> None:
     config = make_config(max_steps=2, **({"base": tied_base} if "base" in changes else changes))
-    succeed(config)
-    ended = ratel("verify", config)
-    assert ended.code == 0, ended.stdout
-    assert rows_of(ended)["logits"].endswith("bit for bit")
+    config.succeed()
+    assert rows_of(works("verify", config))["logits"].endswith("bit for bit")
 
 
 @pytest.mark.parametrize(
@@ -170,7 +155,7 @@ def test_other_runs(make_config: MakeConfig, tied_base: Path, changes: dict[str,
     ],
     indirect=["copied"],
 )
-def test_a_flipped_bit_in_the_store(copied: Path, step: int, block: int, field: str) -> None:
+def test_a_flipped_bit_in_the_store(copied: Config, step: int, block: int, field: str) -> None:
     damage(copied, step, block, field)
     ended = ratel("verify", copied)
     assert ended.code == 4
@@ -191,7 +176,7 @@ def test_a_flipped_bit_in_the_store(copied: Path, step: int, block: int, field: 
     [("lora", 1), *(pytest.param(*case, marks=pytest.mark.full) for case in (("qlora", 4), ("dora, head whole", 0)))],
     indirect=["copied"],
 )
-def test_a_flipped_bit_in_the_frozen_model(copied: Path, block: int) -> None:
+def test_a_flipped_bit_in_the_frozen_model(copied: Config, block: int) -> None:
     """It lies in the store once for all steps, so all of them are wrong."""
     damage(copied, 4, block, "frozen")
     ended = ratel("verify", copied)
@@ -204,28 +189,27 @@ def test_a_flipped_bit_in_the_frozen_model(copied: Path, block: int) -> None:
 
 
 @OF_EACH
-def test_an_export_of_another_saved_step(copied: Path) -> None:
-    assert ratel("export", copied, "--step", 2, "-o", output_of(copied), "--overwrite").code == 0
-    ended = ratel("verify", copied)
-    assert ended.code == 0, ended.stdout
+def test_an_export_of_another_saved_step(copied: Config) -> None:
+    works("export", copied, "--step", 2, "-o", copied.output, "--overwrite")
+    ended = works("verify", copied)
     assert rows_of(ended)["weights"].endswith("equal to step 2")
     assert rows_of(ended)["logits"].endswith("equal to those from step 2, bit for bit")
 
 
 @OF_EACH
-def test_an_export_of_no_saved_step(copied: Path) -> None:
-    name = next(name for name in sorted(exported(copied)) if "layers.1.mlp.up_proj" in name)
+def test_an_export_of_no_saved_step(copied: Config) -> None:
+    name = next(name for name in sorted(copied.exported) if "layers.1.mlp.up_proj" in name)
     parameter = name.removeprefix("base_model.model.").replace("lora_A", "lora_A.default")
 
     def change(tensors: Tensors) -> None:
-        bits = tensors[name].view(torch.int32 if adapts(copied) else torch.int16)
+        bits = tensors[name].view(torch.int32 if copied.adapts else torch.int16)
         bits[3, 4] ^= 1
 
     change_weights(copied, change)
     ended = ratel("verify", copied)
     assert ended.code == 4
     [error] = ended.errors
-    assert error.startswith(f"error: {weights_name(copied)}: {CHECKSUM} (and 1 more")
+    assert error.startswith(f"error: {copied.weights_path.name}: {CHECKSUM} (and 1 more")
     assert f"WRONG: {parameter} differs from step 4, and the export equals no" in ended.stdout
     assert "logits" not in rows_of(ended)
 
@@ -233,8 +217,8 @@ def test_an_export_of_no_saved_step(copied: Path) -> None:
 @pytest.mark.parametrize(
     ("fault", "copied"), rotating(["nan", "dropped"], WHOLE_OR_ADAPTER, full_pairs=True), indirect=["copied"]
 )
-def test_an_export_with_wrong_files(copied: Path, fault: str) -> None:
-    name = max(exported(copied))
+def test_an_export_with_wrong_files(copied: Config, fault: str) -> None:
+    name = max(copied.exported)
 
     def change(tensors: Tensors) -> None:
         if fault == "nan":
@@ -245,12 +229,12 @@ def test_an_export_with_wrong_files(copied: Path, fault: str) -> None:
     change_weights(copied, change)
     ended = ratel("verify", copied)
     assert ended.code == 4
-    row = weights_name(copied) if fault == "nan" else library_of(copied)
+    row = copied.weights_path.name if fault == "nan" else library_of(copied)
     found = f"tensor {name} {'has values that are NaN or infinite' if fault == 'nan' else 'is missing'}"
     assert found in rows_of(ended)[row]
-    assert ended.errors[0].startswith(f"error: {weights_name(copied)}: ")
+    assert ended.errors[0].startswith(f"error: {copied.weights_path.name}: ")
     assert rows_of(ended)["step 4, current"].endswith("whole")
-    alone = ratel("verify", shutil.copytree(output_of(copied), copied.parent / "alone", ignore=lambda *_: ["run"]))
+    alone = ratel("verify", shutil.copytree(copied.output, copied.parent / "alone", ignore=lambda *_: ["run"]))
     assert alone.code == 4
     assert found in rows_of(alone)[row]
 
@@ -259,10 +243,10 @@ def test_an_export_with_wrong_files(copied: Path, fault: str) -> None:
 def test_a_flipped_bit_in_a_copied_export(saved_of: OfEach, tmp_path: Path, what: str) -> None:
     """All values stay finite, and no store is there to compare them with: only the checksum knows."""
     saved = saved_of(what)
-    weights = weights_name(saved)
-    copy = Path(shutil.copytree(output_of(saved), tmp_path / "copy", ignore=lambda *_: ["run"]))
-    whole = ratel("verify", copy)
-    assert whole.code == 0 and rows_of(whole)[weights].endswith("whole, every value finite")
+    weights = saved.weights_path.name
+    copy = Path(shutil.copytree(saved.output, tmp_path / "copy", ignore=lambda *_: ["run"]))
+    whole = works("verify", copy)
+    assert rows_of(whole)[weights].endswith("whole, every value finite")
     assert rows_of(whole)["other files"].endswith("whole")
     data = bytearray((copy / weights).read_bytes())
     data[-7] ^= 1
@@ -282,9 +266,9 @@ def test_a_flipped_bit_in_a_copied_export(saved_of: OfEach, tmp_path: Path, what
         pytest.param("{", True, "no usable tokenizer", marks=pytest.mark.full),
     ],
 )
-def test_a_tokenizer_that_is_not_the_runs(copied: Path, content: str, is_changed: bool, verdict: str) -> None:
+def test_a_tokenizer_that_is_not_the_runs(copied: Config, content: str, is_changed: bool, verdict: str) -> None:
     """One that has lost a file, or was changed later, which the marker knows."""
-    path, marker = output_of(copied) / "tokenizer.json", output_of(copied) / "ratel.files"
+    path, marker = copied.output / "tokenizer.json", copied.output / "ratel.files"
     values = json.loads(path.read_text())
     vocabulary = values["model"]["vocab"]
     vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
@@ -300,8 +284,9 @@ def test_a_tokenizer_that_is_not_the_runs(copied: Path, content: str, is_changed
 
 
 def test_a_model_that_no_export_wrote_is_not_called_whole(base: Path) -> None:
-    ended = ratel("verify", base)
-    assert ended.code == 0
+    ended = works("verify", base)
+    assert list(rows_of(ended)) == [WEIGHTS, "transformers"]
+    assert "loads: LlamaForCausalLM" in rows_of(ended)["transformers"]
     assert rows_of(ended)[WEIGHTS].endswith("every value finite; there is no checksum to compare it with")
     assert "whole" not in ended.stdout.splitlines()[1]
 
@@ -309,45 +294,36 @@ def test_a_model_that_no_export_wrote_is_not_called_whole(base: Path) -> None:
 @pytest.mark.parametrize(
     ("num_bytes", "copied"), rotating([0, 5, -4], WHOLE_OR_ADAPTER[:2], full_pairs=True), indirect=["copied"]
 )
-def test_an_export_that_is_cut_short(copied: Path, num_bytes: int) -> None:
-    path = weights_path(copied)
+def test_an_export_that_is_cut_short(copied: Config, num_bytes: int) -> None:
+    path = copied.weights_path
     path.write_bytes(path.read_bytes()[:num_bytes])
     ended = ratel("verify", copied)
     assert ended.code == 4
     rows = rows_of(ended)
-    for row in (weights_name(copied), library_of(copied), "weights"):
+    for row in (copied.weights_path.name, library_of(copied), "weights"):
         assert "WRONG" in rows[row]
     assert ended.errors[0].endswith("(and 2 more, see above)")
 
 
 @OF_EACH
-def test_a_run_without_an_export(copied: Path) -> None:
-    weights_path(copied).unlink()
-    ended = ratel("verify", copied)
-    assert ended.code == 0
+def test_a_run_without_an_export(copied: Config) -> None:
+    copied.weights_path.unlink()
+    ended = works("verify", copied)
     assert list(rows_of(ended)) == ["step 4, current", "step 2, saved"]
     assert "there is no export in" in ended.stderr
 
 
 @OF_EACH
-def test_an_export_whose_store_was_deleted(copied: Path) -> None:
-    shutil.rmtree(store_of(copied).parent)
-    ended = ratel("verify", output_of(copied))
-    assert ended.code == 0
+def test_an_export_whose_store_was_deleted(copied: Config) -> None:
+    shutil.rmtree(copied.store.parent)
+    ended = works("verify", copied.output)
     assert "there is no store in" in ended.stderr
-    assert list(rows_of(ended)) == [weights_name(copied), "other files", library_of(copied)]
+    assert list(rows_of(ended)) == [copied.weights_path.name, "other files", library_of(copied)]
     by_config = ratel("verify", copied)
     assert (by_config.code, "there is no store in" in by_config.errors[0]) == (2, True)
 
 
-def test_a_model_without_a_run(base: Path) -> None:
-    ended = ratel("verify", base)
-    assert ended.code == 0, ended.stdout
-    assert list(rows_of(ended)) == [WEIGHTS, "transformers"]
-    assert "loads: LlamaForCausalLM" in rows_of(ended)["transformers"]
-
-
-def test_directories_that_are_neither_run_nor_model(tmp_path: Path, saved: Path) -> None:
+def test_directories_that_are_neither_run_nor_model(tmp_path: Path, saved: Config) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "half").mkdir()
     (tmp_path / "half" / "config.json").write_text("{}")
@@ -365,7 +341,7 @@ def test_directories_that_are_neither_run_nor_model(tmp_path: Path, saved: Path)
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 @pytest.mark.parametrize("call", [1, 20])
-def test_a_signal(saved: Path, signal_at: SignalAt, call: int, number: int, code: int) -> None:
+def test_a_signal(saved: Config, signal_at: SignalAt, call: int, number: int, code: int) -> None:
     signal_at(call, number)
     ended = ratel("verify", saved)
     assert (ended.code, ended.stdout) == (code, "")

@@ -17,19 +17,7 @@ from ratel_cli.config.load import load_config
 from ratel_cli.sizes import LOGITS_CHUNK_BYTES
 from scripts.complete import answer
 from tests.e2e.conftest import MakeConfig
-from tests.e2e.runs import (
-    CHAT,
-    ROWS,
-    exported,
-    load_data,
-    metrics,
-    output_of,
-    ratel,
-    ratel_command,
-    store_of,
-    succeed,
-    write_config,
-)
+from tests.e2e.runs import CHAT, ROWS, Config, as_json, ratel, ratel_command, works, write_config
 
 METRICS = {
     "step", "loss", "learning_rate", "grad_norm", "tokens", "step_seconds", "forward_seconds", "backward_seconds",
@@ -40,18 +28,18 @@ OPENING = ["model", "data", "step", "compute", "memory", "NVMe", "predicted", "o
 
 
 @pytest.fixture(scope="module")
-def chat_run(tmp_path_factory: pytest.TempPathFactory, base: Path, rows: Path) -> Path:
+def chat_run(tmp_path_factory: pytest.TempPathFactory, base: Path, rows: Path) -> Config:
     """The config of a run on conversations. Tests must not change it."""
     config = write_config(tmp_path_factory.mktemp("chat"), base=base, rows=rows, data_type=CHAT, max_grad_norm=1000.0)
-    succeed(config)
+    config.succeed()
     return config
 
 
 @pytest.fixture(scope="module")
-def program_run(tmp_path_factory: pytest.TempPathFactory, chat_run: Path) -> tuple[Path, str]:
+def program_run(tmp_path_factory: pytest.TempPathFactory, chat_run: Config) -> tuple[Config, str]:
     """The same run by the installed program: its config, and what it wrote to stderr."""
     directory = tmp_path_factory.mktemp("program")
-    config = directory / "run.yaml"
+    config = Config(directory / "run.yaml")
     config.write_text(chat_run.read_text().replace(str(chat_run.parent), str(directory)))
     command, environment = [str(ratel_command()), "finetune", str(config)], {**os.environ, "OMP_NUM_THREADS": "1"}
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
@@ -60,14 +48,14 @@ def program_run(tmp_path_factory: pytest.TempPathFactory, chat_run: Path) -> tup
 
 
 @pytest.mark.full
-def test_a_fresh_process_does_the_same(program_run: tuple[Path, str], chat_run: Path) -> None:
+def test_a_fresh_process_does_the_same(program_run: tuple[Config, str], chat_run: Config) -> None:
     config, _ = program_run
-    theirs, ours = exported(config), exported(chat_run)
+    theirs, ours = config.exported, chat_run.exported
     assert theirs.keys() == ours.keys()
     assert all(torch.equal(theirs[name], ours[name]) for name in ours)
 
 
-def test_it_reports_its_plan_and_its_result(program_run: tuple[Path, str]) -> None:
+def test_it_reports_its_plan_and_its_result(program_run: tuple[Config, str]) -> None:
     config, stderr = program_run
     lines = [line for line in stderr.splitlines() if not line.startswith("note: ")]
     assert [line.split()[0] for line in lines[: len(OPENING)]] == OPENING
@@ -76,13 +64,13 @@ def test_it_reports_its_plan_and_its_result(program_run: tuple[Path, str]) -> No
     assert all("stall" in line and "tokens/s" in line and "loss" in line for line in steps)
     assert summary[0].startswith("mean of") and "3 steps" in summary[0]
     assert {line.split()[0] for line in summary[1:]} == {"step", "compute", "NVMe", "optimizer", "stalled"}
-    assert lines[-2].startswith(f"exported the model to {output_of(config)}")
-    assert str(store_of(config).parent) in lines[-1]
+    assert lines[-2].startswith(f"exported the model to {config.output}")
+    assert str(config.store.parent) in lines[-1]
     assert "\x1b" not in stderr
 
 
-def test_transformers_loads_it_with_everything_that_belongs_to_it(chat_run: Path, base: Path) -> None:
-    directory = output_of(chat_run)
+def test_transformers_loads_it_with_everything_that_belongs_to_it(chat_run: Config, base: Path) -> None:
+    directory = chat_run.output
     model = AutoModelForCausalLM.from_pretrained(directory)
     before = AutoModelForCausalLM.from_pretrained(base)
     assert model.dtype == torch.float32
@@ -104,13 +92,13 @@ def test_transformers_loads_it_with_everything_that_belongs_to_it(chat_run: Path
     }  # fmt: skip
 
 
-def test_the_metrics_are_those_of_the_interface(chat_run: Path) -> None:
-    lines = metrics(chat_run)
+def test_the_metrics_are_those_of_the_interface(chat_run: Config) -> None:
+    lines = chat_run.metrics
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     assert all(line.keys() >= METRICS for line in lines)
     assert all(line["learning_rate"] == 0.01 and line["gpu_peak_bytes"] == 0 for line in lines)
     assert lines[-1]["loss"] < lines[0]["loss"]
-    plan = json.loads((output_of(chat_run) / "run" / "plan.json").read_text())["traffic"]
+    plan = json.loads((chat_run.output / "run" / "plan.json").read_text())["traffic"]
     # A step's update overlaps with the next step, so only sums are exact. What stays in memory is read once,
     # though a new plan follows from the first step.
     first_bytes = plan["nvme_first_read_bytes"]
@@ -122,8 +110,8 @@ def test_the_metrics_are_those_of_the_interface(chat_run: Path) -> None:
 @pytest.mark.full
 def test_a_trace_has_a_track_for_each_resource(make_config: MakeConfig) -> None:
     config = make_config(trace=True, max_steps=3, optimizer_overlap="naive", limits={"host_memory": "2GiB"})
-    succeed(config)
-    events = json.loads((output_of(config) / "run" / "trace.json").read_text())
+    config.succeed()
+    events = json.loads((config.output / "run" / "trace.json").read_text())
     tracks = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
     drawn = {tracks[event["tid"]] for event in events if event["ph"] == "X"}
     assert list(tracks.values()) == ["step", "compute", "up", "down", "nvme read", "nvme write", "optimizer", "network"]
@@ -134,36 +122,28 @@ def test_a_trace_has_a_track_for_each_resource(make_config: MakeConfig) -> None:
     assert any(event["ph"] == "s" for event in events)
 
 
-def test_the_run_directory_has_config_machine_and_plan(chat_run: Path) -> None:
-    run = output_of(chat_run) / "run"
+def test_the_run_directory_has_config_machine_and_plan(chat_run: Config) -> None:
+    run = chat_run.output / "run"
     config = load_config(chat_run).config
     assert load_config(run / "config.yaml").config == config.model_copy(update={"head_chunk": LOGITS_CHUNK_BYTES})
     hardware, plan, model = (json.loads((run / f"{name}.json").read_text()) for name in ("hardware", "plan", "model"))
     assert hardware["nvme"]["write_bytes_per_second"] > 0
     assert plan["memory"]["fits"] is True
-    num_parameters = sum(tensor.numel() for tensor in exported(chat_run).values())
+    num_parameters = sum(tensor.numel() for tensor in chat_run.exported.values())
     assert model["num_parameters"] == plan["model"]["num_parameters"] == num_parameters
     assert model["segment_names"] == ["embedding", "layer 0", "layer 1", "head"]
-
-
-def test_a_dry_run_writes_neither_store_nor_weights(make_config: MakeConfig) -> None:
-    config = make_config()
-    stderr = succeed(config, "--dry-run")
-    assert [name for name in OPENING if f"\n{name} " not in f"\n{stderr}"] == []
-    assert not store_of(config).parent.exists()
-    assert not list(output_of(config).glob("*"))[1:], "nothing but run/, which holds the tokens"
 
 
 @pytest.mark.full
 def test_held_out_loss_is_that_of_the_exported_model(make_config: MakeConfig, base: Path) -> None:
     config = make_config(val_set_size=8, eval_steps=2, max_steps=3)
-    stderr = succeed(config)
-    lines = metrics(config)
+    stderr = config.succeed()
+    lines = config.metrics
     assert [line["step"] for line in lines if "eval_loss" in line] == [2, 3]
     assert stderr.count("eval loss") == 2
-    model = AutoModelForCausalLM.from_pretrained(output_of(config)).eval()
+    model = AutoModelForCausalLM.from_pretrained(config.output).eval()
     total, num_targets = 0.0, 0
-    for batch in load_data(config).eval_batches():
+    for batch in config.load_data().eval_batches():
         with torch.no_grad():
             logits = model(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False).logits
         total += float(
@@ -173,29 +153,28 @@ def test_held_out_loss_is_that_of_the_exported_model(make_config: MakeConfig, ba
     assert lines[-1]["eval_loss"] == pytest.approx(total / num_targets, rel=1e-6)
 
 
-def test_the_demo_prints_an_answer(chat_run: Path, base: Path) -> None:
+def test_the_demo_prints_an_answer(chat_run: Config, base: Path) -> None:
     question = ROWS[4]["messages"][0]["content"]
-    before, after = answer(base, question), answer(output_of(chat_run), question)
+    before, after = answer(base, question), answer(chat_run.output, question)
     assert before != after
     assert "<|" not in after
 
 
-def test_its_report_has_what_it_did(plain_run: Path, tmp_path: Path) -> None:
-    assert ratel("report", plain_run, "-o", tmp_path / "report.html").code == 0
+def test_its_report_has_what_it_did(plain_run: Config, tmp_path: Path) -> None:
+    works("report", plain_run, "-o", tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text()
     assert "Finished: step 4 of 4; the model is exported." in page and 'class="notes"' not in page
-    assert f"{metrics(plain_run)[-1]['loss']:.4f}" in page
-    assert "loss, by step" in ratel("report", output_of(plain_run), "--terminal").stdout
+    assert f"{plain_run.metrics[-1]['loss']:.4f}" in page
+    assert "loss, by step" in ratel("report", plain_run.output, "--terminal").stdout
 
 
-def test_its_status_is_that_of_a_finished_run(plain_run: Path) -> None:
-    [row] = json.loads(ratel("status", output_of(plain_run), "--json").stdout)["runs"]
+def test_its_status_is_that_of_a_finished_run(plain_run: Config) -> None:
+    [row] = as_json("status", plain_run.output)["runs"]
     assert (row["state"], row["step"], row["num_steps"], row["seconds_left"]) == ("finished", 4, 4, 0)
-    assert row["loss"] == metrics(plain_run)[-1]["loss"]
-    assert row["store_bytes"] == store_of(plain_run).stat().st_size
+    assert row["loss"] == plain_run.metrics[-1]["loss"]
+    assert row["store_bytes"] == plain_run.store.stat().st_size
     by_config, by_directory = (
-        re.sub(r"\d[\d hmins]* ago", "just now", ratel("status", name).stdout)
-        for name in (plain_run, output_of(plain_run))
+        re.sub(r"\d[\d hmins]* ago", "just now", ratel("status", name).stdout) for name in (plain_run, plain_run.output)
     )
     assert "just now" in by_config
     assert by_config == by_directory

@@ -39,7 +39,7 @@ from ratel_cli.store.store import Progress
 from tests.e2e.encoders import save_pair_model, write_pair_rows
 from tests.e2e.latents import save_denoiser, write_latents
 from tests.e2e.preferences import pairs, write
-from tests.e2e.runs import ratel, run_until_killed, save_base, start_ranks, wait, write_config, write_rows
+from tests.e2e.runs import Config, ratel, save_base, wait, write_config, write_rows
 from tests.golden.loop import built
 
 NUM_APPLIED, SAVED = 3, 2
@@ -123,10 +123,10 @@ def make_here(name: str) -> None:
     config = write_run(golden, Path())
     point = f"commit.written:{NUM_APPLIED + 2}"  # the first commit is that of the import
     if golden.num_ranks == 1:
-        run_until_killed(config, kill_at=point)
+        config.run_until_killed(kill_at=point)
     else:
         points = dict.fromkeys(range(golden.num_ranks), point)
-        assert [wait(each) for each in start_ranks(config, golden.num_ranks, kill_at=points)] == [-9] * golden.num_ranks
+        assert [wait(each) for each in config.start_ranks(golden.num_ranks, kill_at=points)] == [-9] * golden.num_ranks
     state, progress = state_of(config)
     hashes = {}
     for step in (None, SAVED):
@@ -140,7 +140,7 @@ def make_here(name: str) -> None:
     save_file(state, STATE)
 
 
-def write_run(golden: Golden, directory: Path) -> Path:
+def write_run(golden: Golden, directory: Path) -> Config:
     """Write base, rows and config of a run in `directory`, and return the config's path."""
     keys = {**COMMON_KEYS, **golden.keys}
     base, rows, data_type = directory / "base", directory / "rows.jsonl", "completion"

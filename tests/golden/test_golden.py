@@ -22,16 +22,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 import ratel_cli
 from tests.e2e.latents import denoised_by_pytorch, latents_of
 from tests.e2e.preferences import pairs, recipe
-from tests.e2e.runs import (
-    DTYPES,
-    load_data,
-    metrics,
-    output_of,
-    ratel,
-    recipe_of,
-    succeed,
-    succeed_ranks,
-)
+from tests.e2e.runs import DTYPES, Config, ratel
 from tests.e2e.trained import LORA_IN_PEFT, named_as_exported
 from tests.golden.loop import LEARNING_RATE, WEIGHT_DECAY, batches, built, loss_of, train
 from tests.golden.make import EXPECTED, LOOP, LOOP_STORE, NUM_APPLIED, RUNS, SAVED, STATE, hashes_of
@@ -44,16 +35,16 @@ from tests.trl_oracle import tune
 DATA = Path(__file__).with_name("data")
 NUM_STEPS = 6
 Tensors = Mapping[str, torch.Tensor]
-GoOn = Callable[[Path, Tensors, Begun], tuple[Tensors, list[float]]]
+GoOn = Callable[[Config, Tensors, Begun], tuple[Tensors, list[float]]]
 """From a config, fp32 weights and moments to what plain PyTorch has after the last step, and the losses till then."""
 _SHORT = ("full fp32", "nf4 adapter")
 
 
-def unpacked(name: str, place: Path) -> Path:
+def unpacked(name: str, place: Path) -> Config:
     """The config of the run, beside all that it has left."""
     with tarfile.open(DATA / f"{name.replace(' ', '-')}.tar.xz") as archive:
         archive.extractall(place, filter="data")
-    return place / "run.yaml"
+    return Config(place / "run.yaml")
 
 
 def kept_in(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, dict[str, torch.Tensor]]]:
@@ -76,21 +67,21 @@ def state_of(place: Path) -> tuple[dict[str, torch.Tensor], Begun]:
     return weights, Begun(step=expected["step"], num_updates=expected["num_updates"], moments=moments)
 
 
-def of_text(config: Path, weights: Tensors, begun: Begun, **changes: object) -> tuple[Tensors, list[float]]:
+def of_text(config: Config, weights: Tensors, begun: Begun, **changes: object) -> tuple[Tensors, list[float]]:
     base = Path("base")
-    data, given = load_data(config), {**load_file(base / "model.safetensors"), **weights}
+    data, given = config.load_data(), {**load_file(base / "model.safetensors"), **weights}
     steps = [data.step(step) for step in range(NUM_STEPS)]
     trained = train_in_memory(
-        LlamaConfig.from_pretrained(base), given, steps, replace(recipe_of(config), begun=begun, **changes)
+        LlamaConfig.from_pretrained(base), given, steps, replace(config.recipe, begun=begun, **changes)
     )
     return trained.weights, list(trained.losses)
 
 
-def of_float16(config: Path, weights: Tensors, begun: Begun) -> tuple[Tensors, list[float]]:
+def of_float16(config: Config, weights: Tensors, begun: Begun) -> tuple[Tensors, list[float]]:
     return of_text(config, weights, begun, loss_scale=json.loads(Path(EXPECTED).read_text())["loss_scale"])
 
 
-def of_adapter(config: Path, weights: Tensors, begun: Begun) -> tuple[Tensors, list[float]]:
+def of_adapter(config: Config, weights: Tensors, begun: Begun) -> tuple[Tensors, list[float]]:
     lora = (*((key, value) for key, value in LORA_IN_PEFT if key != "lora_dropout"), ("lora_dropout", 0.1))
     if RUNS["nf4 adapter"].keys.items() <= _keys(config).items():
         model = AutoModelForCausalLM.from_pretrained("base", dtype=torch.bfloat16)
@@ -100,14 +91,14 @@ def of_adapter(config: Path, weights: Tensors, begun: Begun) -> tuple[Tensors, l
     return named_as_exported(dict(trained)), losses
 
 
-def of_ranks(config: Path, weights: Tensors, begun: Begun) -> tuple[Tensors, list[float]]:
+def of_ranks(config: Config, weights: Tensors, begun: Begun) -> tuple[Tensors, list[float]]:
     whole = config.with_name("whole.yaml")
     whole.write_text(config.read_text().replace("gradient_accumulation_steps: 2", "gradient_accumulation_steps: 4"))
     cuts = cuts_of(LlamaConfig.from_pretrained("base"), RUNS["two ranks"].num_ranks)
     return of_text(whole, weights, begun, of_rank=2, cuts=cuts)
 
 
-def of_pairs(config: Path, weights: Tensors, begun: Begun) -> tuple[Tensors, list[float]]:
+def of_pairs(config: Config, weights: Tensors, begun: Begun) -> tuple[Tensors, list[float]]:
     """By TRL, whose sums have another order: see `LOSSES`."""
     keys = _keys(config)
     of_trl = recipe(
@@ -122,10 +113,10 @@ def of_pairs(config: Path, weights: Tensors, begun: Begun) -> tuple[Tensors, lis
     return tuned.weights, tuned.losses
 
 
-def of_latents(config: Path, weights: Tensors, begun: Begun) -> tuple[Tensors, list[float]]:
+def of_latents(config: Config, weights: Tensors, begun: Begun) -> tuple[Tensors, list[float]]:
     data = latents_of(config)
     steps = [data.step(step) for step in range(NUM_STEPS)]
-    trained = denoised_by_pytorch(Path("base"), dict(weights), steps, replace(recipe_of(config), begun=begun))
+    trained = denoised_by_pytorch(Path("base"), dict(weights), steps, replace(config.recipe, begun=begun))
     return trained.weights, list(trained.losses)
 
 
@@ -141,7 +132,7 @@ LOSSES, WEIGHTS = {"dpo": 1e-6, "latents": 1e-6}, {"dpo": 1e-6}
 """The largest difference, where bits do not have to be equal: sums in TRL, and over pixels, have another order."""
 
 
-def _keys(config: Path) -> dict[str, object]:
+def _keys(config: Config) -> dict[str, object]:
     keys = yaml.safe_load(config.read_text())
     assert isinstance(keys, dict)
     return keys
@@ -164,12 +155,12 @@ def test_a_run_of_before_goes_on(name: str, tmp_path: Path, monkeypatch: pytest.
         ended = ratel("export", "run.yaml", "-o", f"export-{step}", *chosen)
         assert ended.code == 0, ended.stderr
         assert hashes_of(tmp_path / f"export-{step}") == expected[str(step)]
-    wanted, losses = go_on(Path("run.yaml"), weights, begun)
+    wanted, losses = go_on(Config("run.yaml"), weights, begun)
     number = RUNS[name].num_ranks
-    stderr = succeed_ranks(Path("run.yaml"), number) if number > 1 else succeed(Path("run.yaml"))
+    stderr = Config("run.yaml").succeed_ranks(number) if number > 1 else Config("run.yaml").succeed()
     assert f"resuming from step {begun.step}" in stderr
-    found = {key: each for file in output_of(config).glob("*.safetensors") for key, each in load_file(file).items()}
-    resumed = [line["loss"] for line in metrics(config)][begun.step :]
+    found = {key: each for file in config.output.glob("*.safetensors") for key, each in load_file(file).items()}
+    resumed = [line["loss"] for line in config.metrics][begun.step :]
     assert resumed == pytest.approx(losses, rel=LOSSES.get(name, 0.0), abs=0.0)
     assert found.keys() == wanted.keys()
     dtype = DTYPES[str(_keys(config)["dtype"])]
@@ -183,7 +174,7 @@ def test_a_snapshot_of_before_is_restored(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     shutil.rmtree("out.store")
-    before = [line["loss"] for line in metrics(config)]
+    before = [line["loss"] for line in config.metrics]
     ended = ratel("restore", "run.yaml")
     assert ended.code == 0, ended.stderr
     # From the snapshot's step, not the last one: the steps between have other bits on another kind of processor.
@@ -191,9 +182,9 @@ def test_a_snapshot_of_before_is_restored(tmp_path: Path, monkeypatch: pytest.Mo
     save_file(state, STATE)
     weights, moments = kept_in(Path(STATE))
     begun = Begun(step=progress.step, num_updates=progress.updates, moments=moments)
-    wanted, losses = of_text(Path("run.yaml"), weights, begun)
-    succeed(Path("run.yaml"))
-    after = [line["loss"] for line in metrics(config)]
+    wanted, losses = of_text(Config("run.yaml"), weights, begun)
+    Config("run.yaml").succeed()
+    after = [line["loss"] for line in config.metrics]
     assert after[begun.step :] == losses
     assert 0 < begun.step < len(before) and after[: len(before)] == pytest.approx(before, rel=1e-5)
     found = load_file("out/model.safetensors")
@@ -203,10 +194,10 @@ def test_a_snapshot_of_before_is_restored(tmp_path: Path, monkeypatch: pytest.Mo
 def test_tokens_of_before_serve_another_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The cache of tokens is read, or made anew: a run trains on the same tokens as before."""
     config = unpacked("full bf16", tmp_path)
-    before = metrics(config)[0]
+    before = config.metrics[0]
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    succeed(Path("run.yaml"), "output_dir=again", "max_steps=1")
+    Config("run.yaml").succeed("output_dir=again", "max_steps=1")
     (line,) = (tmp_path / "again" / "run" / "metrics.jsonl").read_text().splitlines()
     after = json.loads(line)
     assert after["tokens"] == before["tokens"] and after["loss"] == pytest.approx(before["loss"], rel=1e-3)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.preferences import keys_of, pairs, recipe, verdicts, write
-from tests.e2e.runs import metrics, save_base, succeed, write_config
+from tests.e2e.runs import save_base, write_config
 from tests.gpu.machine import NEEDS_GPU
 from tests.tiers import rotating
 
@@ -29,8 +29,8 @@ def test_it_learns_what_the_cpu_learns(method: str, adapted: bool, base: Path, t
         write_config(tmp_path / name, **{**keys, "device": device})
         for name, device in (("cpu", "cpu"), ("gpu", "auto"))
     )
-    succeed(on_cpu)
-    assert "one block at a time" in succeed(on_gpu)
-    for found, wanted in zip(metrics(on_gpu), metrics(on_cpu), strict=True):
+    on_cpu.succeed()
+    assert "one block at a time" in on_gpu.succeed()
+    for found, wanted in zip(on_gpu.metrics, on_cpu.metrics, strict=True):
         assert found["loss"] == pytest.approx(wanted["loss"], rel=1e-3)
         assert found["preferences"] == pytest.approx(wanted["preferences"], rel=1e-2, abs=1e-4)

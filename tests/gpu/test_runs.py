@@ -18,24 +18,14 @@ from ratel_cli.hardware import gpu
 from ratel_cli.hardware.gpu import compute_device
 from ratel_cli.io.buffers import BufferPool, Lease, PinMemory
 from tests.e2e.runs import (
-    curve,
-    export_hash,
-    exported,
-    finetune,
-    load_data,
-    metrics,
-    output_of,
-    recipe_of,
-    run_until_killed,
     save_base,
-    store_of,
-    succeed,
     write_config,
     write_rows,
 )
 from tests.e2e.test_new_tokens import TOKENS, grown, plain
 from tests.e2e.test_other_parts import load_whole, save_whole
-from tests.e2e.test_same_weights import check_same, reference
+from tests.e2e.test_same_weights import reference
+from tests.e2e.trained import assert_trained
 from tests.gpu.machine import GPU, NEEDS_GPU
 from tests.reference import train_in_memory
 from tests.simulated_gpu import is_simulated
@@ -79,16 +69,16 @@ def test_the_config_that_ran_on_the_cpu_runs_on_the_gpu(
     monkeypatch.setattr(BufferPool, "lease", noting)
     on_cpu = write_config(tmp_path / "cpu", base=base, rows=rows, learning_rate=1e-4)
     on_gpu = write_config(tmp_path / "gpu", base=base, rows=rows, learning_rate=1e-4, device="auto")
-    succeed(on_cpu)
-    output = succeed(on_gpu)
+    on_cpu.succeed()
+    output = on_gpu.succeed()
     assert pinned and {purpose for purpose in pinned if not purpose.startswith(CROSSING)} == set()
     assert "FLOP/s; one block at a time" in output
-    assert all(line["gpu_peak_bytes"] > 0 and line["num_alloc_retries"] == 0 for line in metrics(on_gpu))
-    for (step, loss, _), (other_step, other_loss, _) in zip(curve(on_cpu), curve(on_gpu), strict=True):
+    assert all(line["gpu_peak_bytes"] > 0 and line["num_alloc_retries"] == 0 for line in on_gpu.metrics)
+    for (step, loss, _), (other_step, other_loss, _) in zip(on_cpu.curve, on_gpu.curve, strict=True):
         assert (step, loss) == (other_step, pytest.approx(other_loss, rel=1e-3))
-    for name, found in exported(on_gpu).items():
+    for name, found in on_gpu.exported.items():
         # Four steps of AdamW of at most 1e-4 each. Rounding may turn their sign where a gradient is almost zero.
-        assert float((found - exported(on_cpu)[name]).abs().max()) <= 8.1e-4, name
+        assert float((found - on_cpu.exported[name]).abs().max()) <= 8.1e-4, name
 
 
 @pytest.mark.full
@@ -111,7 +101,7 @@ def test_weights_and_activations_are_pinned_before_the_steps(
 
     monkeypatch.setattr(BufferPool, "_made", noting)
     monkeypatch.setattr(BufferPool, "_make_idle", noting_idle)
-    succeed(write_config(tmp_path, base=base, rows=rows, activations="swap_all", **BFLOAT16))
+    write_config(tmp_path, base=base, rows=rows, activations="swap_all", **BFLOAT16).succeed()
     moved = ("weights of ", "activations of ")
     assert all(any(purpose.startswith(words) for purpose in ahead) for words in moved)
     assert [purpose for purpose in in_steps if purpose.startswith(moved)] == []
@@ -120,8 +110,8 @@ def test_weights_and_activations_are_pinned_before_the_steps(
 @pytest.mark.parametrize("dtype", sample(["float32", "bfloat16"], every=2, offset=1))
 def test_the_export_is_what_pytorch_trains(tmp_path: Path, base: Path, rows: Path, dtype: str) -> None:
     config = write_config(tmp_path, base=base, rows=rows, dtype=dtype, device=GPU_KEY)
-    succeed(config)
-    check_same(config, reference(config, base), dtype)
+    config.succeed()
+    assert_trained(config, reference(config, base))
 
 
 def test_rows_of_tokens_are_read_in_place(
@@ -130,8 +120,8 @@ def test_rows_of_tokens_are_read_in_place(
     """By default, where a row has 512 bytes: no step asks host memory to collect them."""
     config = write_config(tmp_path, base=base, rows=rows, dtype="float32", device=GPU_KEY)
     monkeypatch.setattr(WeightReader, "_rows", pytest.fail)
-    succeed(config)
-    plan = json.loads((output_of(config) / "run" / "plan.json").read_text())
+    config.succeed()
+    plan = json.loads((config.output / "run" / "plan.json").read_text())
     assert plan["placement"]["read_in_place"] == {"model.embed_tokens.weight": "DHA"}
 
 
@@ -140,12 +130,12 @@ def test_rows_of_tokens_are_read_in_place(
 def test_the_language_part_of_a_model_with_other_parts(tmp_path: Path, base: Path, rows: Path, family: str) -> None:
     whole = save_whole(tmp_path / "whole", base, family, torch.bfloat16)
     config = write_config(tmp_path, base=tmp_path / "whole", rows=rows, sample_packing=False, **BFLOAT16)
-    succeed(config)
-    loaded, _ = load_whole(output_of(config), dtype=torch.bfloat16)
-    data, recipe = load_data(config), replace(recipe_of(config), model_class=type(whole), device=GPU.type)
-    batches = [data.step(step) for step in range(len(metrics(config)))]
+    config.succeed()
+    loaded, _ = load_whole(config.output, dtype=torch.bfloat16)
+    data, recipe = config.load_data(), replace(config.recipe, model_class=type(whole), device=GPU.type)
+    batches = [data.step(step) for step in range(len(config.metrics))]
     trained = train_in_memory(whole.config, dict(whole.named_parameters()), batches, recipe)
-    assert [line["loss"] for line in metrics(config)] == list(trained.losses)
+    assert [line["loss"] for line in config.metrics] == list(trained.losses)
     found = dict(loaded.named_parameters())
     assert all(torch.equal(found[name], values.cpu().bfloat16()) for name, values in trained.weights.items())
 
@@ -155,21 +145,21 @@ def test_the_language_part_of_a_model_with_other_parts(tmp_path: Path, base: Pat
 def test_the_plan_changes_no_bit(tmp_path: Path, base: Path, rows: Path, activations: str) -> None:
     plain = write_config(tmp_path / "plain", base=base, rows=rows, **BFLOAT16)
     other = write_config(tmp_path / "other", base=base, rows=rows, activations=activations, **BFLOAT16)
-    succeed(plain)
-    succeed(other)
-    assert curve(plain) == curve(other)
-    assert export_hash(plain) == export_hash(other)
+    plain.succeed()
+    other.succeed()
+    assert plain.curve == other.curve
+    assert plain.export_hash == other.export_hash
 
 
 @pytest.mark.nightly
 def test_a_killed_run_ends_with_the_same_bits(tmp_path: Path, base: Path, rows: Path) -> None:
     plain = write_config(tmp_path / "plain", base=base, rows=rows, **BFLOAT16)
     killed = write_config(tmp_path / "killed", base=base, rows=rows, **BFLOAT16)
-    succeed(plain)
-    run_until_killed(killed, kill_at="commit.written:3")
-    assert "resuming from step" in succeed(killed)
-    assert curve(plain) == curve(killed)
-    assert export_hash(plain) == export_hash(killed)
+    plain.succeed()
+    killed.run_until_killed(kill_at="commit.written:3")
+    assert "resuming from step" in killed.succeed()
+    assert plain.curve == killed.curve
+    assert plain.export_hash == killed.export_hash
 
 
 @pytest.mark.full
@@ -177,12 +167,12 @@ def test_too_little_gpu_memory_is_reported_before_anything_is_written(tmp_path: 
     config = write_config(
         tmp_path, base=base, rows=rows, limits={"gpu_memory": "300MiB", "host_memory": "20GiB"}, **BFLOAT16
     )
-    ended = finetune(config)
+    ended = config.finetune()
     assert ended.code == 3, ended.stderr
     [error] = ended.errors
     assert "GPU memory: one block" in error and "288 MiB available" in error
     assert "hint: raise limits.gpu_memory" in ended.stderr
-    assert not store_of(config).parent.exists()
+    assert not config.store.parent.exists()
 
 
 @pytest.mark.nightly
@@ -191,26 +181,26 @@ def test_a_run_keeps_the_head_s_chunks_on_another_machine(tmp_path: Path, rows: 
     base = save_base(tmp_path / "base", vocab_size=16384)
     larger = {"micro_batch_size": 32, "gradient_accumulation_steps": 1, "max_steps": 3}
     config = write_config(tmp_path / "run", base=base, rows=rows, **larger, **BFLOAT16)
-    run_until_killed(config, kill_at="commit.written:3")
+    config.run_until_killed(kill_at="commit.written:3")
     elsewhere = write_config(tmp_path / "run", base=base, rows=rows, **larger, **{**BFLOAT16, "device": "cpu"})
-    assert "resuming from step" in succeed(elsewhere)
-    written_out = load_config(output_of(elsewhere) / "run" / "config.yaml").config
+    assert "resuming from step" in elsewhere.succeed()
+    written_out = load_config(elsewhere.output / "run" / "config.yaml").config
     assert written_out.head_chunk == 128 << 20
-    plan = json.loads((output_of(elsewhere) / "run" / "plan.json").read_text())
+    plan = json.loads((elsewhere.output / "run" / "plan.json").read_text())
     assert plan["workload"]["chunk_tokens"] == 2048
-    assert "other settings: head_chunk was 134217728, is now 67108864" in finetune(elsewhere, "head_chunk=64MiB").stderr
+    assert "other settings: head_chunk was 134217728, is now 67108864" in elsewhere.finetune("head_chunk=64MiB").stderr
 
 
 @pytest.mark.nightly
 def test_too_little_host_memory_is_reported_with_the_need(tmp_path: Path, base: Path, rows: Path) -> None:
     """Even if the limit is below what this process has, so that nothing is left for measuring the drives."""
     config = write_config(tmp_path, base=base, rows=rows, limits={"host_memory": "200MiB"}, **BFLOAT16)
-    ended = finetune(config)
+    ended = config.finetune()
     assert ended.code == 3, ended.stderr
     [error] = ended.errors
     assert "RAM: a step needs" in error and "200 MiB available" in error
     assert "hint: raise limits.host_memory" in ended.stderr
-    assert not store_of(config).parent.exists()
+    assert not config.store.parent.exists()
 
 
 @pytest.mark.nightly
@@ -219,9 +209,9 @@ def test_a_limit_is_respected(tmp_path: Path, base: Path, rows: Path) -> None:
     config = write_config(
         tmp_path, base=base, rows=rows, limits={"gpu_memory": limit_bytes, "host_memory": "20GiB"}, **BFLOAT16
     )
-    succeed(config)
-    assert max(line["gpu_peak_bytes"] for line in metrics(config)) <= limit_bytes
-    plan = json.loads((output_of(config) / "run" / "plan.json").read_text())
+    config.succeed()
+    assert max(line["gpu_peak_bytes"] for line in config.metrics) <= limit_bytes
+    plan = json.loads((config.output / "run" / "plan.json").read_text())
     assert plan["memory"]["gpu_bytes"] <= limit_bytes
 
 
@@ -291,7 +281,7 @@ def test_the_allocator_is_held_to_a_limit_below_the_card_alone(
         module, "set_per_process_memory_fraction", lambda share, device: (shares.append(share), set_share(share))
     )
     limits = {"host_memory": "20GiB"} if limit is None else {"host_memory": "20GiB", "gpu_memory": limit}
-    succeed(write_config(tmp_path, base=base, rows=rows, limits=limits, max_steps=1, **BFLOAT16))
+    write_config(tmp_path, base=base, rows=rows, limits=limits, max_steps=1, **BFLOAT16).succeed()
     trial, run = shares[:2], shares[2:]
     assert trial == run and len(run) == (2 if is_held else 0)
     assert not is_held or (run[0] < 0.05 and run[1] == 1.0)
@@ -304,11 +294,11 @@ def test_an_adapter_trains_rows_of_new_tokens(tmp_path: Path, rows: Path, *, tie
     base = save_base(tmp_path / "base", tied=tied)
     changes = {"tokens": TOKENS, "adapter": "lora", "lora_r": 4, "device": GPU_KEY, "dtype": "bfloat16"}
     config = write_config(tmp_path, base=base, rows=rows, **changes)
-    succeed(config)
+    config.succeed()
     first = len(AutoTokenizer.from_pretrained(base))
     new = {name: [first, first + 1] for name in ("embed_tokens", "lm_head")[: 1 if tied else 2]}
     lora = {"r": 4, "lora_alpha": 4, "target_modules": "all-linear", "trainable_token_indices": new}
     grown_base, device = grown(base, tmp_path / "grown", rows=first + 2), compute_device("auto").type
     trained = plain(config, grown_base, lora=tuple(lora.items()), device=device)
-    assert [line["loss"] for line in metrics(config)] == list(trained.losses)
-    assert [line["grad_norm"] for line in metrics(config)] == list(trained.norms)
+    assert [line["loss"] for line in config.metrics] == list(trained.losses)
+    assert [line["grad_norm"] for line in config.metrics] == list(trained.norms)

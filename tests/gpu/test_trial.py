@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from tests.e2e.runs import assert_rejected, finetune, output_of, ratel, save_base, store_of, write_config, write_rows
+from tests.e2e.runs import Config, assert_rejected, ratel, save_base, write_config, write_rows
 from tests.gpu.machine import NEEDS_GPU
 from tests.simulated_gpu import is_simulated
 
@@ -18,7 +18,7 @@ pytestmark = NEEDS_GPU
 
 
 @pytest.fixture
-def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
     """The config of a run whose layers count their values."""
     whole: Callable[[LlamaMLP, torch.Tensor], torch.Tensor] = LlamaMLP.forward
 
@@ -33,19 +33,19 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.full
-def test_it_is_rejected_by_its_name_and_with_the_key(config: Path) -> None:
-    ended = finetune(config)
+def test_it_is_rejected_by_its_name_and_with_the_key(config: Config) -> None:
+    ended = config.finetune()
     assert_rejected(ended, 2, "an operator that is not deterministic on GPUs: _histc_cuda")
     assert "hint: set deterministic: false" in ended.stderr
-    assert not store_of(config).parent.exists() and not (output_of(config) / "run" / "plan.json").exists()
+    assert not config.store.parent.exists() and not (config.output / "run" / "plan.json").exists()
     checked = ratel("check", config, "--json")
     [error] = json.loads(checked.stdout)["errors"]
     assert checked.code == 2 and error["key"] == "deterministic" and "_histc_cuda" in error["message"]
 
 
 @pytest.mark.full
-def test_with_the_key_it_runs(config: Path) -> None:
-    ended = finetune(config, "deterministic=false")
+def test_with_the_key_it_runs(config: Config) -> None:
+    ended = config.finetune("deterministic=false")
     assert ended.code == 0, ended.stderr
-    profile = json.loads((output_of(config) / "run" / "model.json").read_text())["profile"]
+    profile = json.loads((config.output / "run" / "model.json").read_text())["profile"]
     assert profile["source"] == "recorded"

@@ -23,7 +23,7 @@ import yaml
 from ratel_cli.cli.app import main
 from ratel_cli.model.files.marker import MARKER_NAME
 from tests.config.test_hardware_file import LINES
-from tests.e2e.runs import CHAT, output_of, store_of, succeed, write_config
+from tests.e2e.runs import CHAT, Config, write_config
 from tests.inputs.cases import MalformedInput, RunFiles
 from tests.tiers import sample_kinds
 
@@ -37,16 +37,16 @@ CORPUS: list[MalformedInput] = [
 class FinishedRun:
     """The healthy run."""
 
-    config: Path
+    config: Config
 
     def result(self) -> dict[str, object]:
         """Every file of its store and its model: when it was written, and the hash of its content. Of the marker its
         content, but for the names of the files that rejected rows are written to."""
-        marker = output_of(self.config) / MARKER_NAME
-        exported = (path for path in output_of(self.config).iterdir() if path.is_file() and path != marker)
+        marker = self.config.output / MARKER_NAME
+        exported = (path for path in self.config.output.iterdir() if path.is_file() and path != marker)
         found: dict[str, object] = {
             str(path): (path.stat().st_mtime_ns, hashlib.sha256(path.read_bytes()).hexdigest())
-            for path in (store_of(self.config), *exported)
+            for path in (self.config.store, *exported)
         }
         listed = json.loads(marker.read_bytes())
         listed["run_files"] = [name for name in listed["run_files"] if "rejects" not in name]
@@ -57,7 +57,7 @@ class FinishedRun:
 def finished(tmp_path_factory: pytest.TempPathFactory, base: Path, rows: Path) -> FinishedRun:
     directory = tmp_path_factory.mktemp("finished")
     config = write_config(directory, base=base, rows=rows, data_type=CHAT, max_steps=1)
-    succeed(config)
+    config.succeed()
     return FinishedRun(config=config)
 
 

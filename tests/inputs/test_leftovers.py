@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.runs import export_hash, finetune, metrics, output_of, succeed, write_config
+from tests.e2e.runs import write_config
 from tests.tiers import sample
 
 RUN_FILES = ("config.yaml", "hardware.json", "model.json", "plan.json", "run.json", "metrics.jsonl")
@@ -23,16 +23,16 @@ GARBAGE = {
 @pytest.mark.parametrize("garbage", sample(GARBAGE, every=2, offset=1))
 def test_a_run_with_damaged_files_resumes(tmp_path: Path, base: Path, rows: Path, garbage: str) -> None:
     config = write_config(tmp_path, base=base, rows=rows, max_steps=2)
-    succeed(config)
-    before = export_hash(config)
+    config.succeed()
+    before = config.export_hash
     for name in RUN_FILES:
-        (output_of(config) / "run" / name).write_bytes(GARBAGE[garbage])
-    ended = finetune(config, "seed=7")
+        (config.output / "run" / name).write_bytes(GARBAGE[garbage])
+    ended = config.finetune("seed=7")
     assert ended.code == 2, ended.stderr
     assert "changed since the store in" in ended.errors[0], "the changed setting is not known"
-    ended = finetune(config)
+    ended = config.finetune()
     assert (ended.code, ended.errors) == (0, []), ended.stderr
     assert "all 2 steps are done" in ended.stderr
-    assert export_hash(config) == before
-    assert [line for line in metrics(config) if "loss" in line] == [], "no step of the lost log is reported again"
-    assert json.loads((output_of(config) / "run" / "plan.json").read_bytes())
+    assert config.export_hash == before
+    assert [line for line in config.metrics if "loss" in line] == [], "no step of the lost log is reported again"
+    assert json.loads((config.output / "run" / "plan.json").read_bytes())

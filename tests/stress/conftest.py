@@ -10,7 +10,7 @@ from typing import Protocol
 import pytest
 
 from tests.e2e.conftest import _deterministic_like_a_run, base, rows
-from tests.e2e.runs import succeed, write_config
+from tests.e2e.runs import write_config
 from tests.stress.lives import CHANGES, Life, Outcome, outcome_of
 
 __all__ = ["_deterministic_like_a_run", "base", "rows"]
@@ -24,7 +24,7 @@ class Begin(Protocol):
 def undisturbed(tmp_path_factory: pytest.TempPathFactory, base: Path, rows: Path) -> Outcome:
     """The outcome of an undisturbed run."""
     config = write_config(tmp_path_factory.mktemp("undisturbed"), base=base, rows=rows, **CHANGES)
-    succeed(config)
+    config.succeed()
     return outcome_of(config)
 
 

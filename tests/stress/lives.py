@@ -28,7 +28,7 @@ from ratel_cli.io.queue import open_queue
 from ratel_cli.model.export.card import PICTURE_NAME
 from ratel_cli.model.files.marker import MARKER_NAME
 from ratel_cli.store.store import Store
-from tests.e2e.runs import NO_STORE, committed_step, file_hash, output_of, start, store_of, wait
+from tests.e2e.runs import NO_STORE, Config, file_hash, wait
 
 Phase = Literal["reading", "importing", "training", "exporting", "over"]
 
@@ -85,7 +85,7 @@ class Disturbance:
 class Life:
     """One run in its own directory."""
 
-    def __init__(self, config: Path, random: Random) -> None:
+    def __init__(self, config: Config, random: Random) -> None:
         self.config = config
         self._random = random
         self._committed = NO_STORE
@@ -100,7 +100,7 @@ class Life:
         """Start or resume the run, and send the signal in the phase `aim`, or later."""
         self._stderr.unlink(missing_ok=True)
         self._started, started = time.time(), time.monotonic()
-        process = start(self.config)
+        process = self.config.start()
         recovered = self._wait_for(aim, process)
         time.sleep(self._random.uniform(*AIMS[aim]))
         sent = time.monotonic()
@@ -121,7 +121,7 @@ class Life:
 
     def kill_at(self, point: str, count: int) -> None:
         """Start or resume the run, and kill it at a failpoint of the store, the `count`-th time it gets there."""
-        code = wait(start(self.config, kill_at=f"{point}:{count}"))
+        code = wait(self.config.start(kill_at=f"{point}:{count}"))
         assert code == -signal.SIGKILL, (point, count, code)
         self._check()
 
@@ -131,7 +131,7 @@ class Life:
 
     def end(self) -> Outcome:
         """Let the run end, check it, remove its directory, and return its outcome."""
-        assert wait(start(self.config)) == 0, self._stderr.read_text(encoding="utf-8")
+        assert wait(self.config.start()) == 0, self._stderr.read_text(encoding="utf-8")
         self._check()
         assert self._committed == NUM_STEPS
         outcome = outcome_of(self.config)
@@ -159,12 +159,12 @@ class Life:
     def _shows(self, aim: Phase, wanted_lines: int) -> bool:
         match aim:
             case "importing":
-                return self._is_touched(store_of(self.config))
+                return self._is_touched(self.config.store)
             case "training":
-                log = output_of(self.config) / "run" / "metrics.jsonl"
+                log = self.config.output / "run" / "metrics.jsonl"
                 return self._is_touched(log) and len(_log_lines(self.config)) >= min(wanted_lines, NUM_STEPS)
             case "exporting":
-                return any(map(self._is_touched, output_of(self.config).glob(".export*")))
+                return any(map(self._is_touched, self.config.output.glob(".export*")))
             case _:
                 return self._stderr.exists()
 
@@ -177,7 +177,7 @@ class Life:
 
     def _check(self) -> None:
         """No committed step is lost: not the last one that was seen, and not one that another step was built on."""
-        step, num_announced = committed_step(self.config), len(_log_lines(self.config))
+        step, num_announced = self.config.committed_step, len(_log_lines(self.config))
         assert self._committed <= step, "the store went back"
         assert num_announced - 1 <= step, "a step was built on one that is lost"
         assert step <= num_announced, "a step was committed before it was announced"
@@ -188,7 +188,7 @@ class Life:
         if code == 0:
             return "over"
         if self._committed == NO_STORE:
-            return "importing" if store_of(self.config).exists() else "reading"
+            return "importing" if self.config.store.exists() else "reading"
         lines = self._stderr.read_text(encoding="utf-8").splitlines() if self._stderr.exists() else []
         if not any(line.startswith("output ") for line in lines):
             return "reading"
@@ -197,16 +197,14 @@ class Life:
         return "exporting" if exports else "training"
 
 
-def outcome_of(config: Path) -> Outcome:
+def outcome_of(config: Config) -> Outcome:
     """What the run left."""
     state, saved_steps = _state(config)
     return Outcome(
         state=state,
         saved_steps=saved_steps,
         exported={
-            path.name: file_hash(path)
-            for path in output_of(config).iterdir()
-            if path.is_file() and path.name not in _TIMED
+            path.name: file_hash(path) for path in config.output.iterdir() if path.is_file() and path.name not in _TIMED
         },
         loss_log=tuple(
             {key: value for key, value in json.loads(line).items() if key in _TIMELESS} for line in _log_lines(config)
@@ -231,19 +229,19 @@ def report(disturbances: Iterable[Disturbance]) -> str:
     return "\n".join(lines)
 
 
-def _log_lines(config: Path) -> list[bytes]:
+def _log_lines(config: Config) -> list[bytes]:
     """The whole lines of metrics.jsonl."""
-    path = output_of(config) / "run" / "metrics.jsonl"
+    path = config.output / "run" / "metrics.jsonl"
     content = path.read_bytes() if path.exists() else b""
     return content[: content.rfind(b"\n") + 1].splitlines()
 
 
-def _state(config: Path) -> tuple[str, tuple[int, ...]]:
+def _state(config: Config) -> tuple[str, tuple[int, ...]]:
     """The hash of every field of every block of the current generation, and the saved steps."""
     digest = hashlib.sha256()
     with (
         open_queue("threads", notice=lambda text: None) as queue,
-        Store.open([store_of(config).parent], queue=queue, identity=None) as store,
+        Store.open([config.store.parent], queue=queue, identity=None) as store,
         BufferPool(None) as pool,
     ):
         for block, num_elements in enumerate(each.num_elements for each in store.blocks):

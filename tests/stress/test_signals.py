@@ -9,7 +9,7 @@ from random import Random
 
 import pytest
 
-from tests.e2e.runs import start, stderr_of, wait, wait_for_step
+from tests.e2e.runs import wait
 from tests.stress.conftest import Begin
 from tests.stress.lives import Disturbance, Outcome, Phase, report
 
@@ -61,11 +61,11 @@ def test_stopped_at_any_time(begin: Begin, undisturbed: Outcome) -> None:
 def test_a_second_signal_ends_it_at_once(begin: Begin, undisturbed: Outcome) -> None:
     """Both arrive before the run can check: the second does not wait for an orderly end."""
     life = begin(Random(2))
-    process = start(life.config)
-    wait_for_step(life.config, 3, process)
+    process = life.config.start()
+    life.config.wait_for_step(3, process)
     assert process.pid is not None
     for number in (signal.SIGSTOP, signal.SIGINT, signal.SIGTERM, signal.SIGCONT):
         os.kill(process.pid, number)
     assert wait(process) == 143
-    assert "Stopped" not in stderr_of(life.config)
+    assert "Stopped" not in life.config.stderr
     assert life.end() == undisturbed
