@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -15,31 +16,39 @@ from ratel_cli.io.queue import open_queue
 from ratel_cli.run.files.run_directory import find_run
 from ratel_cli.store.run_record import read_record
 from ratel_cli.store.store import Store
-from tests.e2e.runs import SETTINGS, assert_rejected, ratel, tree
+from tests.e2e.runs import SETTINGS, assert_rejected, ratel, tree, works
 from tests.tiers import sample
 
 OUTPUT, STORE = Path("outputs/a"), Path("outputs/a.store")
 
 
-@pytest.fixture
-def started(tmp_path: Path, base: Path, rows: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The directory in which a run of one step was started. All paths in its config are relative."""
-    place = tmp_path / "place"
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory, base: Path, rows: Path) -> tuple[Path, Path]:
+    """The directory in which a run of one step was started, and a copy of it. All paths in its config are relative."""
+    place = tmp_path_factory.mktemp("elsewhere") / "here" / "place"
     (place / "conf").mkdir(parents=True)
     shutil.copytree(base, place / "models" / "base")
     shutil.copy(rows, place / "rows.jsonl")
     settings = {**SETTINGS, "base_model": "models/base", "output_dir": str(OUTPUT), "max_steps": 1}
     datasets = [{"path": "rows.jsonl", "type": "completion"}]
     (place / "run.yaml").write_text(yaml.safe_dump({**settings, "datasets": datasets}))
+    with contextlib.chdir(place):
+        assert_ok("finetune", "run.yaml")
+    return place, Path(shutil.copytree(place, place.parents[1] / "copy"))
+
+
+@pytest.fixture
+def started(ran: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> Path:
+    """That directory as the run has left it, which is the current one. Nothing is beside it."""
+    place, copy = ran
+    shutil.rmtree(place.parent)
+    shutil.copytree(copy, place)
     monkeypatch.chdir(place)
-    assert_ok("finetune", "run.yaml")
     return place
 
 
 def assert_ok(*arguments: object) -> str:
-    ended = ratel(*arguments)
-    assert ended.code == 0, ended.stderr
-    return ended.stderr
+    return works(*arguments).stderr
 
 
 def recorded(output: Path = OUTPUT) -> str:
@@ -139,10 +148,8 @@ def test_clean_keeps_the_records_of_a_store_that_it_does_not_find(
     Path("b.store").rename("lost")
     before = tree(started)
     assert_rejected(ratel("clean", "b", "--yes", "--output"), 2, "there is no store in ../b.store", "b/run/config.yaml")
-    ended = ratel("verify", "b")
-    assert ended.code == 0 and "use the directory where the run was started" in " ".join(ended.stderr.split())
-    ended = ratel("eval", "b", "rows.jsonl")
-    assert ended.code == 0 and "use the directory where the run was started" in " ".join(ended.stderr.split())
+    assert "use the directory where the run was started" in " ".join(works("verify", "b").stderr.split())
+    assert "use the directory where the run was started" in " ".join(works("eval", "b", "rows.jsonl").stderr.split())
     assert tree(started) == before
     Path("b/run/plan.json").unlink()  # as the hint says
     assert_ok("clean", "b", "--yes", "--output")
@@ -355,12 +362,16 @@ def test_a_run_in_use(started: Path) -> None:
         for arguments in (
             ["eval", OUTPUT, "rows.jsonl"],
             ["verify", OUTPUT],
+            ["export", OUTPUT, "-o", "exported"],
             ["clean", OUTPUT, "--yes"],
+            ["clean", OUTPUT, "--store", "--yes"],
             ["finetune", OUTPUT],
         ):
+            before = tree(OUTPUT)
             ended = ratel(*arguments)
             assert_rejected(ended, 3, "is in use by process")
             assert "hint: wait until that process ends, or stop it\n" in ended.stderr
+            assert tree(OUTPUT) == before and STORE.exists() and not Path("exported").exists()
     assert_ok("finetune", OUTPUT)  # the fixture wants a wait of ten seconds
 
 
