@@ -314,7 +314,6 @@ MUTANTS = (
     Mutant("always held to a limit", "hardware/gpu.py", "    return wanted_bytes < int(", "    return 0 < int(", "torch's allocator has a limit of its own only where the user's is below the card", "gpu/test_runs.py"),
     Mutant("never held to a limit", "run/train/engine.py", "limit_bytes = plan.device_allocation_bytes if is_held_to_limit else None", "limit_bytes = None", "limits.gpu_memory holds", "gpu/test_runs.py"),
     Mutant("the user's allocator settings are lost", "hardware/gpu.py", "    if any(name in os.environ for name in _ALLOCATOR):", "    if False:", "the user's allocator settings stand", "gpu/test_runs.py"),
-    Mutant("drives of any node", "hardware/checkup_numa.py", "if other != node}", "if False}", "doctor says which drives are on another node than the GPU", "hardware/test_checkup_gpu.py"),
     Mutant("one queue to the GPU", "hardware/checkup_gpu.py", "int(connections) < _NUM_STREAMS", "False", "doctor names settings that slow a GPU down", "hardware/test_checkup_gpu.py"),
     Mutant("kernels that leak pass", "hardware/checkup_gpu.py", "is_leaky = _FIRST_LEAKY <= numbers <= _LAST_LEAKY", "is_leaky = False", "doctor names kernels that lose pinned memory", "hardware/test_checkup_gpu.py"),
     Mutant("optimizer states are pinned", "engine/optimizer/groups.py", "crosses_link=False", "crosses_link=True", "only what crosses the link is pinned", "gpu/test_link.py"),

@@ -1,10 +1,11 @@
 """What `ratel doctor` finds about this machine: each check ends in a verdict, a reason, and a remedy if one is needed.
 
-Here is what the kernel says: io_uring, huge pages, locked memory, swap, limits on memory, the processor's clock; and
-what the environment says of torch's threads. Drives are in `checkup_drives`, GPUs in `checkup_gpu`.
+Here is what the kernel says: io_uring, huge pages, limits on memory, the processor's instructions; and what the
+environment says of torch's threads. Drives are in `checkup_drives`, GPUs in `checkup_gpu`.
 
 `slow`: a run works, but not as fast as it could. `broken`: a run would fail. Invariant: a check depends only on its
-arguments, so a test can give it any machine.
+arguments, so a test can give it any machine. What slows a run down is
+said only where it was measured.
 """
 
 from __future__ import annotations
@@ -17,22 +18,14 @@ from typing import Final, Literal
 from ratel_cli.hardware.host import available_bytes, group_limit_bytes
 from ratel_cli.hardware.system_files import SystemFiles
 from ratel_cli.openmp import SPIN_ROUNDS, WAIT_POLICY
-from ratel_cli.units import GIB, MIB, counted, format_bytes
+from ratel_cli.units import GIB, format_bytes
 
 Verdict = Literal["ok", "slow", "broken"]
 
-_CPUS: Final = "sys/devices/system/cpu"
 _HUGE_PAGES: Final = "sys/kernel/mm/transparent_hugepage/enabled"
-_SELF_GOVERNING: Final = ("intel_pstate", "amd-pstate-epp")
-"""Drivers that raise the clock under load whatever the governor's name is."""
 _LEAST_AVAILABLE_BYTES: Final = 2 * GIB
 """A run takes half a GiB before it has done anything, and leaves a margin of one to everything else."""
-_SWAPPED_SHARE: Final = 0.05
-_CLOCK_SHARE: Final = 0.95
 _BF16_PRODUCTS: Final = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
-_COUNTS_RINGS_BEFORE: Final = (5, 12)
-"""Kernels before this one count a ring's memory as locked."""
-_RING_BYTES: Final = 8 * MIB
 _DIGITS_OF_LONG_SPINNING: Final = 5
 """10,000 rounds take some microseconds; libgomp's own 300,000 take longer than most waits."""
 
@@ -85,21 +78,6 @@ def check_huge_pages(files: SystemFiles) -> Diagnosis:
     return Diagnosis(what="huge pages", verdict="ok", reason=f"given on {chosen[1] if chosen else 'request'}")
 
 
-def check_locked_memory(limit_bytes: int | None, kernel: str) -> Diagnosis:
-    """`limit_bytes`: RLIMIT_MEMLOCK; None: there is no limit. `kernel`: its release, such as `6.8.0-45-generic`."""
-    if limit_bytes is None:
-        return Diagnosis(what="memlock", verdict="ok", reason="no limit")
-    numbers = tuple(map(int, re.findall(r"\d+", kernel)[:2]))
-    if numbers < _COUNTS_RINGS_BEFORE and limit_bytes < _RING_BYTES:
-        return Diagnosis(
-            what="memlock",
-            verdict="slow",
-            reason=f"{format_bytes(limit_bytes)}: this kernel counts io_uring's memory, which may not fit",
-            remedy="ulimit -l unlimited",
-        )
-    return Diagnosis(what="memlock", verdict="ok", reason=f"{format_bytes(limit_bytes)}; Ratel locks no memory itself")
-
-
 def check_memory(files: SystemFiles, *, wanted_bytes: int | None) -> Diagnosis:
     """Memory that is available, and the control group's limit. `wanted_bytes`: `limits.host_memory` of the config."""
     available, limit = (
@@ -124,52 +102,6 @@ def check_memory(files: SystemFiles, *, wanted_bytes: int | None) -> Diagnosis:
     if available < _LEAST_AVAILABLE_BYTES:
         return Diagnosis(what="memory", verdict="broken", reason=reason, remedy=raise_limit)
     return Diagnosis(what="memory", verdict="ok", reason=reason)
-
-
-def check_swap(files: SystemFiles) -> Diagnosis:
-    """Whether memory was swapped out: what a run has in memory would be read from a drive again."""
-    areas = [line.split() for line in (files.text("proc/swaps") or "").splitlines()[1:]]
-    sizes = [
-        (int(area[2]), int(area[3])) for area in areas if len(area) >= 4 and area[2].isdigit() and area[3].isdigit()
-    ]
-    if not sizes:
-        return Diagnosis(what="swap", verdict="ok", reason="none")
-    total, used = (1024 * sum(column) for column in zip(*sizes, strict=True))
-    if used > max(GIB, _SWAPPED_SHARE * memory_total_bytes(files)):
-        return Diagnosis(
-            what="swap",
-            verdict="slow",
-            reason=f"{format_bytes(used)} of {format_bytes(total)} are swapped out: memory is short",
-            remedy="close what uses the memory, then: sudo swapoff -a && sudo swapon -a",
-        )
-    return Diagnosis(what="swap", verdict="ok", reason=f"{format_bytes(used)} of {format_bytes(total)} used")
-
-
-def check_clock(files: SystemFiles) -> Diagnosis:
-    """Whether the processor may use its full clock."""
-    cpus = [name for name in files.names(_CPUS) if re.fullmatch(r"cpu\d+", name)]
-    scaling = [f"{_CPUS}/{cpu}/cpufreq" for cpu in cpus if files.text(f"{_CPUS}/{cpu}/cpufreq/scaling_governor")]
-    if not scaling:
-        return Diagnosis(what="CPU clock", verdict="ok", reason="not visible here (a virtual machine, or a container)")
-    saving = [each for each in scaling if _saves_power(files, each)]
-    governors = sorted({files.text(f"{each}/scaling_governor") or "" for each in saving or scaling})
-    names = ", ".join(governors)
-    if saving:
-        return Diagnosis(
-            what="CPU clock",
-            verdict="slow",
-            reason=f"{counted(len(saving), 'core')} of {len(scaling)} save power (governor {names})",
-            remedy="sudo cpupower frequency-set -g performance",
-        )
-    capped = [each for each in scaling if _is_capped(files, each)]
-    if capped:
-        return Diagnosis(
-            what="CPU clock",
-            verdict="slow",
-            reason=f"the clock of {counted(len(capped), 'core')} of {len(scaling)} is limited below its maximum",
-            remedy="sudo cpupower frequency-set -u MAXIMUM; cpupower frequency-info shows it",
-        )
-    return Diagnosis(what="CPU clock", verdict="ok", reason=f"governor {names}")
 
 
 def check_waiting(environment: Mapping[str, str]) -> Diagnosis:
@@ -209,15 +141,3 @@ def memory_total_bytes(files: SystemFiles) -> int:
     """The machine's main memory."""
     found = re.search(r"^MemTotal:\s*(\d+)", files.text("proc/meminfo") or "", flags=re.MULTILINE)
     return 1024 * int(found[1]) if found else 0
-
-
-def _saves_power(files: SystemFiles, scaling: str) -> bool:
-    governor = files.text(f"{scaling}/scaling_governor")
-    if files.text(f"{scaling}/scaling_driver") in _SELF_GOVERNING:
-        return files.text(f"{scaling}/energy_performance_preference") == "power"
-    return governor in ("powersave", "conservative")
-
-
-def _is_capped(files: SystemFiles, scaling: str) -> bool:
-    most, allowed = (files.number(f"{scaling}/{name}") for name in ("cpuinfo_max_freq", "scaling_max_freq"))
-    return most is not None and allowed is not None and allowed < _CLOCK_SHARE * most

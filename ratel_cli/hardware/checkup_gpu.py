@@ -6,13 +6,12 @@ Invariant: a check depends only on its arguments.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from ratel_cli.hardware.checkup import Diagnosis
-from ratel_cli.hardware.checkup_numa import check_numa
 from ratel_cli.hardware.spec import Link
 from ratel_cli.hardware.system_files import SystemFiles
 from ratel_cli.units import format_rate
@@ -57,12 +56,11 @@ class GpuSight:
 
 
 def check_gpu(
-    files: SystemFiles, sight: GpuSight, *, environment: Mapping[str, str], kernel: str, drives: Sequence[str]
+    files: SystemFiles, sight: GpuSight, *, environment: Mapping[str, str], kernel: str
 ) -> Iterator[Diagnosis]:
     """The diagnoses about the GPU that a run would use; one that says so if there is none.
 
-    `environment`: the variables of this process. `kernel`: its release, such as `6.8.0-45-generic`. `drives`: the
-    names of the drives that a store would be on.
+    `environment`: the variables of this process. `kernel`: its release, such as `6.8.0-45-generic`.
     """
     if sight.name is None:
         yield _without_gpu(files, sight)
@@ -71,11 +69,12 @@ def check_gpu(
     driver = f", driver {version}" if version else ""
     yield Diagnosis(what="GPU", verdict="ok", reason=f"{sight.name}{driver}, torch built for {sight.build}")
     yield _settings(environment)
-    yield from _link_diagnoses(files, sight.link)
-    yield from check_numa(files, files.names(_DRIVER_GPUS), drives)
+    for address in files.names(_DRIVER_GPUS):
+        device = files.real(f"{_PCI}/{address.lower()}")
+        if device is not None:
+            yield _lanes(files, device, sight.link)
     yield _pinned_memory(sight.pinning_failure, kernel)
     yield _clock(sight.clock_reasons)
-    yield _direct_storage(sight.name)
 
 
 def _settings(environment: Mapping[str, str]) -> Diagnosis:
@@ -105,18 +104,14 @@ def _pinned_memory(failure: str | None, kernel: str) -> Diagnosis:
     return Diagnosis(what="pinned memory", verdict="slow", reason="; ".join(reasons), remedy=remedy)
 
 
-def has_nvidia_gpu(files: SystemFiles) -> bool:
-    """Whether an NVIDIA GPU is on the PCI bus, with a driver or without."""
-    return any(
+def _without_gpu(files: SystemFiles, sight: GpuSight) -> Diagnosis:
+    has_driver = files.text("proc/driver/nvidia/version") is not None
+    has_gpu = any(
         files.text(f"{_PCI}/{address}/vendor") == _NVIDIA
         and (files.text(f"{_PCI}/{address}/class") or "").startswith(_DISPLAY_CLASSES)
         for address in files.names(_PCI)
     )
-
-
-def _without_gpu(files: SystemFiles, sight: GpuSight) -> Diagnosis:
-    has_driver = files.text("proc/driver/nvidia/version") is not None
-    if not has_driver and not has_nvidia_gpu(files):
+    if not has_driver and not has_gpu:
         return Diagnosis(what="GPU", verdict="ok", reason="none; the CPU computes")
     if not has_driver:
         return Diagnosis(
@@ -139,13 +134,6 @@ def _without_gpu(files: SystemFiles, sight: GpuSight) -> Diagnosis:
         f"built for {sight.build})",
         remedy="look at nvidia-smi and at CUDA_VISIBLE_DEVICES; in a container, start it with --gpus all",
     )
-
-
-def _link_diagnoses(files: SystemFiles, link: Link | None) -> Iterator[Diagnosis]:
-    for address in files.names(_DRIVER_GPUS):
-        device = files.real(f"{_PCI}/{address.lower()}")
-        if device is not None:
-            yield _lanes(files, device, link)
 
 
 def _lanes(files: SystemFiles, device: Path, link: Link | None) -> Diagnosis:
@@ -198,16 +186,6 @@ def _clock(reasons: int | None) -> Diagnosis:
             remedy="look at cooling and power: nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER",
         )
     return Diagnosis(what="GPU clock", verdict="ok", reason="not lowered")
-
-
-def _direct_storage(name: str) -> Diagnosis:
-    """GPUDirect Storage, between drives and GPU without host memory (SSDTrain, section II). Nothing of it is looked at,
-    since nothing depends on it."""
-    if re.search(r"GeForce|TITAN", name):
-        reason = "not used; a consumer card has none"
-    else:
-        reason = "not used: bytes pass through host memory; it would need kvikio and a datacenter card"
-    return Diagnosis(what="GPUDirect Storage", verdict="ok", reason=reason)
 
 
 def _driver_version(files: SystemFiles) -> str:

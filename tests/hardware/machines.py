@@ -36,17 +36,6 @@ class Machine:
         (self.files.root / path).unlink()
         return self
 
-    def swap(self, *areas: tuple[int, int]) -> Machine:
-        """Swap areas, by size and use in KiB."""
-        lines = "".join(f"/dev/sda{number}  partition {size} {used} -2\n" for number, (size, used) in enumerate(areas))
-        return self.write("proc/swaps", "Filename\tType\tSize\tUsed\tPriority\n" + lines)
-
-    def cpu(self, number: int, **values: object) -> Machine:
-        """The files of a core's clock."""
-        for name, value in values.items():
-            self.write(f"sys/devices/system/cpu/cpu{number}/cpufreq/{name}", f"{value}\n")
-        return self
-
     def drive(
         self, name: str, number: str, *, rotational: int = 0, model: str = "", partitions: tuple[str, ...] = ()
     ) -> Machine:

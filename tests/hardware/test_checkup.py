@@ -10,15 +10,12 @@ from ratel_cli.hardware.checkup import (
     Diagnosis,
     Verdict,
     check_bf16,
-    check_clock,
     check_huge_pages,
     check_io_uring,
-    check_locked_memory,
     check_memory,
-    check_swap,
     check_waiting,
 )
-from ratel_cli.units import GIB, MIB
+from ratel_cli.units import GIB
 from tests.hardware.machines import Machine
 
 DENIED = "io_uring is not available here: Operation not permitted"
@@ -43,9 +40,6 @@ def test_a_healthy_machine(machine: Machine) -> None:
     check(check_io_uring(machine.files, None, is_required=True), "ok", "available", None)
     check(check_huge_pages(machine.files), "ok", "given on madvise", None)
     check(check_memory(machine.files, wanted_bytes=48 * GIB), "ok", "48.0 GiB available of 64.0 GiB", None)
-    check(check_swap(machine.files), "ok", "none", None)
-    check(check_clock(machine.files), "ok", "not visible here", None)
-    check(check_locked_memory(None, "6.8.0"), "ok", "no limit", None)
 
 
 @pytest.mark.parametrize(
@@ -85,21 +79,6 @@ def test_huge_pages(machine: Machine, text: str | None, verdict: Verdict, reason
     check(check_huge_pages(machine.files), verdict, reason, remedy)
 
 
-@pytest.mark.parametrize(
-    ("limit_bytes", "kernel", "verdict"),
-    [
-        (64 * 1024, "5.10.0-28-amd64", "slow"),
-        (8 * MIB, "5.10.0-28-amd64", "ok"),
-        (64 * 1024, "5.12.0", "ok"),
-        (64 * 1024, "6.1.0-rc3", "ok"),
-        (0, "odd", "slow"),
-    ],
-)
-def test_locked_memory(limit_bytes: int, kernel: str, verdict: Verdict) -> None:
-    remedy = "ulimit -l unlimited" if verdict == "slow" else None
-    check(check_locked_memory(limit_bytes, kernel), verdict, "", remedy)
-
-
 def test_memory_that_is_not_there(machine: Machine) -> None:
     words = ("limits.host_memory is", "lower limits.host")
     check(check_memory(machine.files, wanted_bytes=48 * GIB + 1), "slow", *words)
@@ -127,48 +106,6 @@ def test_a_limit_above_the_machines_memory_is_none(machine: Machine) -> None:
     machine.write(f"{group}/memory.limit_in_bytes", "9223372036854771712\n")
     machine.write(f"{group}/memory.usage_in_bytes", "1\n").write(f"{group}/memory.stat", "total_inactive_file 0\n")
     check(check_memory(machine.files, wanted_bytes=None), "ok", "48.0 GiB available of 64.0 GiB", None)
-
-
-@pytest.mark.parametrize(
-    ("areas", "verdict", "reason"),
-    [
-        ([(8 << 20, 0)], "ok", "0 B of 8.00 GiB used"),
-        ([(8 << 20, 3 << 20)], "ok", "3.00 GiB of 8.00 GiB used"),
-        ([(8 << 20, 2 << 20), (8 << 20, 2 << 20)], "slow", "4.00 GiB of 16.0 GiB are swapped out"),
-    ],
-)
-def test_swap(machine: Machine, areas: list[tuple[int, int]], verdict: Verdict, reason: str) -> None:
-    remedy = "sudo swapoff -a && sudo swapon -a" if verdict == "slow" else None
-    check(check_swap(machine.swap(*areas).files), verdict, reason, remedy)
-
-
-def test_swap_that_cannot_be_read(machine: Machine) -> None:
-    check(check_swap(machine.remove("proc/swaps").files), "ok", "none", None)
-    check(check_swap(machine.write("proc/swaps", "Filename\n/dev/sda1 odd\n").files), "ok", "none", None)
-
-
-POWERSAVE_EPP = {"scaling_governor": "powersave", "scaling_driver": "amd-pstate-epp"}
-AT_4_GHZ = {"scaling_governor": "performance", "cpuinfo_max_freq": 4_000_000}
-
-
-@pytest.mark.parametrize(
-    ("values", "verdict", "reason"),
-    [
-        ({"scaling_governor": "performance"}, "ok", "governor performance"),
-        ({"scaling_governor": "schedutil"}, "ok", "governor performance, schedutil"),
-        ({"scaling_governor": "powersave"}, "slow", "1 core of 2 save power (governor powersave)"),
-        ({"scaling_governor": "conservative"}, "slow", "governor conservative"),
-        ({"scaling_governor": "powersave", "scaling_driver": "intel_pstate"}, "ok", "governor"),
-        ({**POWERSAVE_EPP, "energy_performance_preference": "power"}, "slow", "save power"),
-        ({**POWERSAVE_EPP, "energy_performance_preference": "balance"}, "ok", "governor"),
-        ({**AT_4_GHZ, "scaling_max_freq": 2_000_000}, "slow", "the clock of 1 core of 2 is limited below its maximum"),
-        ({**AT_4_GHZ, "scaling_max_freq": 3_900_000}, "ok", "governor performance"),
-    ],
-)
-def test_the_clock(machine: Machine, values: dict[str, object], verdict: Verdict, reason: str) -> None:
-    machine.cpu(0, scaling_governor="performance").cpu(1, **values)
-    machine.write("sys/devices/system/cpu/cpufreq/boost", "1\n")
-    check(check_clock(machine.files), verdict, reason, "cpupower" if verdict == "slow" else None)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,9 +31,8 @@ def check(
     *,
     environment: Mapping[str, str] = {},
     kernel: str = "6.8.0-45-generic",
-    drives: Sequence[str] = (),
 ) -> list[Diagnosis]:
-    return list(check_gpu(machine.files, sight, environment=environment, kernel=kernel, drives=drives))
+    return list(check_gpu(machine.files, sight, environment=environment, kernel=kernel))
 
 
 def diagnoses(machine: Machine, sight: GpuSight) -> dict[str, Diagnosis]:
@@ -46,7 +45,7 @@ def diagnoses(machine: Machine, sight: GpuSight) -> dict[str, Diagnosis]:
 def test_a_healthy_gpu(machine: Machine) -> None:
     found = diagnoses(machine.gpu(), SIGHT)
     assert {name: diagnosis.verdict for name, diagnosis in found.items()} == dict.fromkeys(
-        ("GPU", "CUDA settings", "PCIe", "pinned memory", "GPU clock", "GPUDirect Storage"), "ok"
+        ("GPU", "CUDA settings", "PCIe", "pinned memory", "GPU clock"), "ok"
     )
     assert found["GPU"].reason == "NVIDIA RTX, driver 570.86.10, torch built for 13.0"
     assert found["PCIe"].what == f"PCIe {GPU}"
@@ -149,53 +148,6 @@ def test_settings_of_cuda(machine: Machine, environment: dict[str, str], reason:
     assert (found.reason, found.remedy, found.verdict) == (reason, remedy, "ok" if remedy is None else "slow")
 
 
-def two_sockets(machine: Machine, *, gpu_node: int, drive_node: int, allowed: str) -> Machine:
-    for node, cores in ((0, "0-3,8-11"), (1, "4-7,12-15")):
-        machine.write(f"sys/devices/system/node/node{node}/cpulist", f"{cores}\n")
-    machine.write("sys/devices/system/node/node2/cpulist", "\n")  # memory alone
-    machine.write("proc/self/status", f"Name:\tpython\nCpus_allowed_list:\t{allowed}\n")
-    machine.gpu().drive("nvme0n1", "259:0").drive("nvme1n1", "259:1")
-    machine.write(f"sys/bus/pci/devices/{GPU}/numa_node", f"{gpu_node}\n")
-    machine.write("sys/devices/pci0/nvme0n1/device/numa_node", "7\n")  # of the controller's own files: not above it
-    machine.write("sys/devices/pci0/nvme0n1/numa_node", f"{drive_node}\n")
-    return machine.write("sys/devices/pci0/numa_node", "1\n")
-
-
-ELSEWHERE = "a run may take processors and memory of other nodes"
-BIND, MOVE = "start it with numactl --cpunodebind", "set storage.paths to drives of node"
-
-
-@pytest.mark.parametrize(
-    ("gpu_node", "drive_node", "allowed", "reason", "remedy"),
-    [
-        (1, 1, "4-7,12-15", "GPU, processor and drives on node 1", None),
-        (1, 1, "5", "GPU, processor and drives on node 1", None),
-        (1, 1, "0-15", f"the GPU is on node 1, {ELSEWHERE}", f"{BIND}=1 --preferred=1"),
-        (1, 0, "4-7", "the GPU is on node 1, drives on others: nvme0n1 on node 0", f"{MOVE} 1"),
-        (
-            *(0, 0, "4-7"),
-            f"the GPU is on node 0, {ELSEWHERE}, drives on others: nvme1n1 on node 1",
-            f"{BIND}=0 --preferred=0; {MOVE} 0",
-        ),
-    ],
-)
-def test_nodes_of_gpu_drives_and_processor(
-    machine: Machine, gpu_node: int, drive_node: int, allowed: str, reason: str, remedy: str | None
-) -> None:
-    two_sockets(machine, gpu_node=gpu_node, drive_node=drive_node, allowed=allowed)
-    found = check(machine, SIGHT, drives=("nvme0n1", "nvme1n1", "gone"))
-    [numa] = [each for each in found if each.what.startswith("NUMA")]
-    assert (numa.what, numa.reason, numa.remedy) == (f"NUMA {GPU}", reason, remedy)
-    assert numa.verdict == ("ok" if remedy is None else "slow")
-
-
-def test_where_nodes_are_unknown_or_one_there_is_nothing_to_say(machine: Machine) -> None:
-    two_sockets(machine, gpu_node=-1, drive_node=0, allowed="0-15")
-    assert not [each for each in check(machine, SIGHT, drives=("nvme0n1",)) if each.what.startswith("NUMA")]
-    machine.write(f"sys/bus/pci/devices/{GPU}/numa_node", "0\n").write("sys/devices/system/node/node1/cpulist", "\n")
-    assert not [each for each in check(machine, SIGHT, drives=("nvme0n1",)) if each.what.startswith("NUMA")]
-
-
 def test_the_clock(machine: Machine) -> None:
     machine.gpu()
     for bits, verdict, reason in (
@@ -236,16 +188,3 @@ def test_looking_at_this_machine() -> None:
     """Whatever it has: a sight, and no exception."""
     sight = look_at_gpu()
     assert (sight.name is None) == (sight.link is None and sight.clock_reasons is None)
-
-
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("NVIDIA GeForce RTX 4090", "not used; a consumer card has none"),
-        ("NVIDIA TITAN RTX", "not used; a consumer card has none"),
-        ("NVIDIA H100", "not used: bytes pass through host memory; it would need kvikio and a datacenter card"),
-    ],
-)
-def test_gpudirect_storage_is_not_used(machine: Machine, name: str, reason: str) -> None:
-    found = diagnoses(machine.gpu(), replace(SIGHT, name=name))["GPUDirect Storage"]
-    assert (found.verdict, found.reason) == ("ok", reason)

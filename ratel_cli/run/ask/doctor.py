@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import platform
-import resource
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,12 +18,9 @@ from ratel_cli.hardware.checkup import (
     Diagnosis,
     Verdict,
     check_bf16,
-    check_clock,
     check_huge_pages,
     check_io_uring,
-    check_locked_memory,
     check_memory,
-    check_swap,
     check_waiting,
 )
 from ratel_cli.hardware.checkup_drives import Place, check_place, check_sharing, check_space
@@ -51,19 +47,20 @@ def examine(
     limits = [config.limits.host_memory for config in places.configs if config.limits.host_memory is not None]
     diagnoses = [
         check_memory(files, wanted_bytes=max(limits, default=None)),
-        check_swap(files),
         check_huge_pages(files),
-    ]
-    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    diagnoses += [
-        check_locked_memory(None if locked == resource.RLIM_INFINITY else locked, platform.release()),
-        check_clock(files),
         check_waiting(os.environ),
         *([check_bf16(files)] if any(map(computes_in_bf16_here, places.configs)) else []),
     ]
     diagnoses += _packages()
     with ExitStack() as resources:
-        queue, uring_failure = _open_queue(resources)
+        uring_failure: str | None = None
+        try:
+            queue = resources.enter_context(open_queue("io_uring", notice=lambda text: None))
+        except EnvironmentFailure as failure:
+            queue, uring_failure = (
+                resources.enter_context(open_queue("threads", notice=lambda text: None)),
+                failure.message,
+            )
         needs_uring = any(config.storage.engine == "io_uring" for config in places.configs)
         diagnoses.append(check_io_uring(files, uring_failure, is_required=needs_uring))
         directories = [_place(path, queue, files) for path in places.paths]
@@ -74,9 +71,7 @@ def examine(
     if all(config.device == "cpu" for config in places.configs) and places.configs:
         diagnoses.append(Diagnosis(what="GPU", verdict="ok", reason="not used: device is cpu"))
     else:
-        mounts = [place.mount for place in directories if place.mount is not None]
-        drives = dict.fromkeys(drive.name for mount in mounts for drive in mount.drives)
-        diagnoses += check_gpu(files, look(), environment=os.environ, kernel=platform.release(), drives=tuple(drives))
+        diagnoses += check_gpu(files, look(), environment=os.environ, kernel=platform.release())
     return diagnoses
 
 
@@ -89,14 +84,6 @@ def _packages() -> Iterator[Diagnosis]:
         )
     if not failed:
         yield Diagnosis(what="packages", verdict="ok", reason="all that a run may import can be imported")
-
-
-def _open_queue(resources: ExitStack) -> tuple[IoQueue, str | None]:
-    """A queue, and why io_uring cannot be used; None if it can."""
-    try:
-        return resources.enter_context(open_queue("io_uring", notice=lambda text: None)), None
-    except EnvironmentFailure as failure:
-        return resources.enter_context(open_queue("threads", notice=lambda text: None)), failure.message
 
 
 def _place(path: Path, queue: IoQueue, files: SystemFiles) -> Place:
