@@ -75,12 +75,6 @@ def free_bytes(paths: Sequence[Path]) -> int:
     return sum(drive.f_bavail * drive.f_frsize for drive in drives.values())
 
 
-def drive_bytes(paths: Sequence[Path]) -> int:
-    """The size of the file systems of all these directories together, whatever is on them."""
-    drives = {path.stat().st_dev: os.statvfs(path) for path in paths}
-    return sum(drive.f_blocks * drive.f_frsize for drive in drives.values())
-
-
 def default_limit_bytes() -> int:
     """Memory that a run may use if the user sets no limit: what is available or its own already, less a margin."""
     return max(0, available_bytes() + resident_bytes() - margin_bytes(memory_bytes()))

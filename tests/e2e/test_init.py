@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +19,6 @@ from ratel_cli.console import RunLog
 from ratel_cli.hardware.host import gpu_names
 from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.run.ask.plan_inputs import find_hardware
-from ratel_cli.run.start.starting_storage import is_in_memory, other_places
 from ratel_cli.run.train import profile_machine
 from tests.e2e.encoders import CLASSES, encoder_rows, save_encoder
 from tests.e2e.preferences import pairs, write
@@ -218,15 +216,9 @@ def test_without_data_its_place_is_kept(base: Path) -> None:
     assert_rejected(ratel("check", "run.yaml"), 2, "train.jsonl: no such file")
 
 
-def test_without_a_model_those_here_are_named(base: Path) -> None:
+def test_without_a_model_and_data_there_is_nothing_to_begin_with() -> None:
     assert_rejected(init("-o", "my.yaml"), 2, "which model?")
-    shutil.copytree(base, "models/small")
-    shutil.copytree(base, ".cache/hidden")
-    ended = init()
-    assert_rejected(ended, 2, "which model?")
-    assert "hint: found here: models/small; or name a hub id" in ended.stderr
-    assert_rejected(init("--data", "d.jsonl"), 2, "which model?")
-    assert not Path("run.yaml").exists()
+    assert not Path("my.yaml").exists()
 
 
 @pytest.mark.nightly
@@ -317,20 +309,6 @@ def test_a_hub_model_is_looked_at_without_its_weights(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.full
-def test_a_drive_with_space_is_proposed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, base: Path, rows: Path
-) -> None:
-    monkeypatch.setattr("ratel_cli.run.start.init.has_space", lambda directory, need_bytes: False)
-    ended = init(base, "--data", rows, "-o", "none.yaml")
-    assert "has too little space" in ended.stderr and not written("none.yaml").config.storage.paths[0].is_absolute()
-    place = type("StoreCandidate", (), {"directory": tmp_path / "drive"})
-    monkeypatch.setattr("ratel_cli.run.start.init.other_places", lambda directory, need_bytes: [place])
-    assert init(base, "--data", rows).code == 0
-    assert written().config.storage.paths == (tmp_path / "drive" / "ratel",)
-    assert "# the store takes" in Path("run.yaml").read_text()
-
-
-@pytest.mark.full
 def test_an_adapter_is_chosen_where_all_weights_do_not_fit(
     base: Path, rows: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -355,35 +333,10 @@ def test_an_adapter_is_chosen_where_all_weights_do_not_fit(
 
 
 @pytest.mark.full
-def test_an_adapter_is_chosen_where_all_weights_would_wear_the_drives_out(base: Path, rows: Path) -> None:
-    ended = init(base, "--data", rows, "max_steps=1000000", "storage.endurance_tb=0.1", "storage.paths=[store]")
-    assert ended.code == 0, ended.stderr
-    assert written().config.adapter == "lora"
-    assert re.search(
-        r"lora: full fine-tuning would write [0-9]+ GB, \d+ % of the rated endurance of such drives", ended.stderr
-    )
-    ended = init(base, "--data", rows, "max_steps=1000", "storage.endurance_tb=0.1", "-o", "few.yaml")
-    assert written("few.yaml").config.adapter is None, ended.stderr
-
-
-@pytest.mark.full
 def test_the_learning_rate_follows_an_adapter_that_is_asked_for(base: Path, rows: Path) -> None:
     ended = init(base, "--data", rows, "adapter=lora")
     assert ended.code == 0 and "\nadapter" not in ended.stderr
     assert written().notices == () and written().config.learning_rate == 2e-4
-
-
-def test_mounts(tmp_path: Path) -> None:
-    mounts = tmp_path / "mounts"
-    spaced = tmp_path / "a b"
-    spaced.mkdir()
-    mounts.write_text(
-        f"/dev/a {tmp_path} ext4 rw 0 0\n/dev/b /dev/shm ext4 rw 0 0\ntmpfs {tmp_path}/a\\040b tmpfs rw 0 0\nodd\n"
-    )
-    assert is_in_memory(spaced / "x", mounts) and not is_in_memory(tmp_path / "x", mounts)
-    assert [place.directory for place in other_places(tmp_path, 0, mounts)] == [Path("/dev/shm")]
-    assert other_places(tmp_path, 1 << 60, mounts) == []
-    assert other_places(tmp_path, 0, tmp_path / "none") == [] and not is_in_memory(tmp_path, tmp_path / "none")
 
 
 def test_a_place_where_nothing_can_be_written_is_reported_at_once(base: Path) -> None:

@@ -2,9 +2,8 @@
 
     1. the model is looked at: its config and its tokenizer, no weights
     2. the first rows of the data say of which type they are, and how long
-    3. the drives are looked at for a place of the store
-    4. the plan says how many sequences make a step on this machine, and whether it fits
-    5. where all weights do not fit, or would wear the drives out, 3 and 4 are tried again with an adapter
+    3. the plan says how many sequences make a step on this machine, and whether it fits
+    4. where all weights do not fit, 3 is tried again with an adapter
 
 Invariant: nothing is written but the description of a model in the user's cache. Of a hub model only the small files
 are downloaded.
@@ -13,7 +12,7 @@ are downloaded.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -25,7 +24,7 @@ from ratel_cli.console import RunLog
 from ratel_cli.data.text.rows import DatasetSource
 from ratel_cli.data.text.tokenizer import Tokenizer
 from ratel_cli.errors import BadInput, EnvironmentFailure
-from ratel_cli.hardware.host import drive_bytes, free_bytes, gpu_names
+from ratel_cli.hardware.host import free_bytes, gpu_names
 from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.io.files import nearest_existing
 from ratel_cli.model.files.denoiser_config import reject_denoiser
@@ -35,7 +34,6 @@ from ratel_cli.model.files.skeleton import read_any_config, read_model_config
 from ratel_cli.model.values.spec import ModelSpec
 from ratel_cli.planning.forecast.forecast import Forecast
 from ratel_cli.planning.time.traffic import store_bytes
-from ratel_cli.report.words.plan import percent
 from ratel_cli.run.ask.adapter_advice import with_adapter
 from ratel_cli.run.ask.plan_inputs import find_hardware, forecaster_of, setting_of, with_planned_split
 from ratel_cli.run.inputs.filling import expected_filling
@@ -45,7 +43,6 @@ from ratel_cli.run.inputs.settings import num_slots
 from ratel_cli.run.inputs.text_data import sources_of
 from ratel_cli.run.inputs.tokenizer import read_tokenizer
 from ratel_cli.run.start.starting_data import DataSketch, for_task, has_pairs, needs_template, sketch_data
-from ratel_cli.run.start.starting_storage import has_space, is_in_memory, other_places
 from ratel_cli.run.start.starting_text import (
     DATA_PLACEHOLDER,
     MODEL_PLACEHOLDER,
@@ -53,8 +50,8 @@ from ratel_cli.run.start.starting_text import (
     TEXT_LENGTH,
     StartingText,
 )
-from ratel_cli.sizes import STEP_KEYS, Filling, Task
-from ratel_cli.units import counted, format_bytes, format_count, format_seconds, format_token_rate, format_traffic
+from ratel_cli.sizes import STEP_KEYS, Filling
+from ratel_cli.units import counted, format_bytes, format_count, format_seconds, format_token_rate
 
 _SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.model.v*", "*.tiktoken", "*.txt"]
 _LEAST_LENGTH, _GREATEST_LENGTH = 512, 4096
@@ -72,10 +69,6 @@ _LEAST_STEPS = 20
 _MANY_TOKENS = 10_000_000
 """An epoch with more tokens is enough by itself."""
 _NEAR_BEST = 0.9
-_TYPICAL_WRITES = 600
-"""Writes of its whole size that a consumer drive is rated for: 600 TB for 1 TB."""
-_WEARS_OUT = 0.5
-"""Share of the drives' rated writes that no run should write unasked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +109,11 @@ def starting_config(text: StartingText, model: str | None, data: Sequence[str], 
         text.choose("base_model", MODEL_PLACEHOLDER, "remove the #, and name a directory or a hub id")
     if not gpu_names():
         text.choose("dtype", "float32", "fastest on most CPUs; on a GPU remove this line (default: bfloat16)")
-    text.choose("output_dir", str(_new_directory(Path("outputs") / output.stem)))
+    directory, number = Path("outputs") / output.stem, 1
+    while os.path.lexists(directory):
+        number += 1
+        directory = directory.with_name(f"{output.stem}-{number}")
+    text.choose("output_dir", str(directory))
     has_data = bool(data) or "datasets" in text.given
     found = None if is_open else _look_at_model(text, log, has_data=has_data)
     sketches = [] if found is None or not has_data else _look_at_data(text, found, log)
@@ -141,14 +138,15 @@ def starting_config(text: StartingText, model: str | None, data: Sequence[str], 
 
 
 def _choose_run(text: StartingText, model: _Model | None, sketches: Sequence[DataSketch], log: RunLog) -> _Run:
-    """The store and the step: of all weights or, where these do not fit or would wear the drives out, of an adapter."""
+    """The store and the step: of all weights or, where these do not fit, of an adapter."""
     whole = _run_of(text, model, sketches, log)
-    if model is None or whole.forecast is None or "adapter" in text.given:
+    if model is None or whole.forecast is None or whole.forecast.fits or "adapter" in text.given:
         return whole
-    why = _why_adapter(whole.forecast, text.config, sketches)
-    found = None if why is None else with_adapter(_local(text.config, model), log)
-    if why is None or found is None:
+    found = with_adapter(_local(text.config, model), log)
+    if found is None:
         return whole
+    short = ", ".join(f"{format_bytes(each.shortfall_bytes)} of {each.name}" for each in whole.forecast.shortfalls)
+    why = f"full fine-tuning is short by {short}"
     other = text.copy()
     other.choose("adapter", "lora", f"{why}; remove this line to train all weights")
     adapted = _run_of(other, replace(model, spec=found[1].spec), sketches, log)
@@ -159,36 +157,17 @@ def _choose_run(text: StartingText, model: _Model | None, sketches: Sequence[Dat
 
 def _run_of(text: StartingText, model: _Model | None, sketches: Sequence[DataSketch], log: RunLog) -> _Run:
     """The store and the step, as the text has chosen so far what is trained."""
-    store = () if model is None else (("store", _choose_storage(text, model)),)
-    hardware = None if model is None else _hardware(text.config, log)
+    store, hardware = list[tuple[str, str]](), None
+    if model is not None:
+        size, paths = store_bytes(model.spec, num_slots=num_slots(text.config)), text.config.storage.paths
+        free = format_bytes(free_bytes([nearest_existing(path) for path in paths]))
+        store = [("store", f"{format_bytes(size)} in {', '.join(map(str, paths))}; {free} free")]
+        try:
+            hardware = find_hardware(text.config, None, log)
+        except EnvironmentFailure as error:
+            log.warn(f"this machine cannot be measured: {error.message}")
     forecast = _choose_step(text, model, sketches, hardware, log)
     return _Run(text=text, rows=(*store, ("plan", _plan_words(forecast))), forecast=forecast)
-
-
-def _why_adapter(whole: Forecast, config: RunConfig, sketches: Sequence[DataSketch]) -> str | None:
-    """Why not to train all weights; None if nothing is against it."""
-    if not whole.fits:
-        short = ", ".join(f"{format_bytes(each.shortfall_bytes)} of {each.name}" for each in whole.shortfalls)
-        return f"full fine-tuning is short by {short}"
-    tokens = whole.setting.workload.tokens
-    num_steps = config.max_steps or sum(sketch.num_tokens for sketch in sketches) * config.num_epochs / tokens
-    written_bytes = num_steps * whole.prediction.traffic.written_bytes
-    rated_tb = whole.setting.hardware.nvme.endurance_tb_written
-    if rated_tb is None:
-        rated_tb = _TYPICAL_WRITES * drive_bytes(list(map(nearest_existing, config.storage.paths))) / 1e12
-    share = written_bytes / 1e12 / rated_tb
-    if share < _WEARS_OUT:
-        return None
-    written = format_traffic(written_bytes)
-    return f"full fine-tuning would write {written}, {percent(share)} of the rated endurance of such drives"
-
-
-def _new_directory(wanted: Path) -> Path:
-    """The directory, or one with a number if it exists."""
-    number = 1
-    while os.path.lexists(found := wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}")):
-        number += 1
-    return found
 
 
 def _look_at_model(text: StartingText, log: RunLog, *, has_data: bool) -> _Model | None:
@@ -202,29 +181,26 @@ def _look_at_model(text: StartingText, log: RunLog, *, has_data: bool) -> _Model
     except EnvironmentFailure as error:
         if means_directory(config.base_model):
             message = f"base_model: there is no directory {config.base_model}, and the hub cannot be reached"
-            raise BadInput(
-                message, "check the spelling; `ratel init` alone names the models below this directory"
-            ) from error
+            raise BadInput(message, "check the spelling") from error
         log.warn(f"{error.message}; the config is written without reading the model")
         return None
     reject_denoiser(directory)
     if is_local and not config.random_init:
         find_weight_files(directory)
     if has_data:
-        _choose_task(text, declared_task(read_any_config(directory)))
+        # What the model learns: by the keys that are set, else by the data's columns and by what it was made for.
+        made_for, sources = declared_task(read_any_config(directory)), sources_of(config, config.datasets)
+        if config.rl is None and all(map(has_pairs, sources)):
+            text.choose(
+                "rl", "dpo", "the rows have chosen and rejected answers; ipo, orpo and simpo also train on them"
+            )
+            sources = sources_of(text.config, config.datasets)
+        text.choose("datasets", [_written(for_task(each, made_for)) for each in sources])
         config = text.config
     spec = describe_model(config.model_copy(update={"base_model": str(directory)}), name=directory.name, log=log).spec
     model_config = read_model_config(directory, config.task)
     tokenizer = read_tokenizer(config, directory, model_config, num_embeddings=spec.vocab_size, notice=log.notice)
     return _Model(directory=directory, config=model_config, tokenizer=tokenizer, spec=spec)
-
-
-def _choose_task(text: StartingText, made_for: Task) -> None:
-    """What the model learns: by the keys that are set, else by the data's columns and by what it was `made_for`."""
-    if text.config.rl is None and all(map(has_pairs, sources_of(text.config, text.config.datasets))):
-        text.choose("rl", "dpo", "the rows have chosen and rejected answers; ipo, orpo and simpo also train on them")
-    sources = [for_task(each, made_for) for each in sources_of(text.config, text.config.datasets)]
-    text.choose("datasets", list(map(_written, sources)))
 
 
 def _written(source: DatasetSource) -> Plain:
@@ -272,23 +248,6 @@ def _choose_length(text: StartingText, model: _Model | None, sketches: Sequence[
     text.choose("sequence_len", chosen, comment + (f"; {longer} would be truncated" if longer else ""))
 
 
-def _choose_storage(text: StartingText, model: _Model) -> str:
-    """Another drive for the store, if the one of the output directory has no space. Returns where it will be."""
-    config = text.config
-    need_bytes = store_bytes(model.spec, num_slots=num_slots(config))
-    size = format_bytes(need_bytes)
-    here = nearest_existing(config.storage.paths[0])
-    if "storage" not in text.given and (is_in_memory(here) or not has_space(here, need_bytes)):
-        why = "is in memory" if is_in_memory(here) else "has too little space"
-        others = other_places(here, need_bytes)
-        if not others:
-            return f"{size}; {here} {why}, and no other writable drive has enough"
-        text.choose("storage", {"paths": [str(others[0].directory / "ratel")]}, f"the store takes {size}; {here} {why}")
-    paths = text.config.storage.paths
-    free = format_bytes(free_bytes([nearest_existing(path) for path in paths]))
-    return f"{size} in {', '.join(map(str, paths))}; {free} free"
-
-
 def _choose_epochs(text: StartingText, sketches: Sequence[DataSketch]) -> None:
     num_tokens = sum(sketch.num_tokens for sketch in sketches)
     if "max_steps" not in text.given:
@@ -320,7 +279,9 @@ def _choose_step(
         for number in numbers:
             step = config.model_copy(update={"tokens_per_step": number * length, **split})
             forecasts[number] = _forecast(step, model, hardware, log)
-    number = _best_number(forecasts) or (numbers[0] if forecasts else numbers[-1])
+    rates = {number: each.prediction.tokens_per_second for number, each in forecasts.items() if each.fits}
+    near_best = (number for number, rate in rates.items() if rate >= _NEAR_BEST * max(rates.values()))
+    number = min(near_best, default=numbers[0] if forecasts else numbers[-1])
     forecast = forecasts.get(number)
     comment = counted(number, "sequence") + (", which the plan splits into micro-batches" if number > 1 else "")
     if forecast is not None and number > 1:
@@ -353,21 +314,6 @@ def _choose_rows(
         if forecast.fits or size == 1:
             return forecast
         size //= 2
-
-
-def _best_number(forecasts: Mapping[int, Forecast]) -> int | None:
-    """The least number of sequences that is nearly as fast as any; None if no step fits."""
-    rates = {number: each.prediction.tokens_per_second for number, each in forecasts.items() if each.fits}
-    return min((number for number, rate in rates.items() if rate >= _NEAR_BEST * max(rates.values())), default=None)
-
-
-def _hardware(config: RunConfig, log: RunLog) -> HardwareProfile | None:
-    """This machine; None if it cannot be measured."""
-    try:
-        return find_hardware(config, None, log)
-    except EnvironmentFailure as error:
-        log.warn(f"this machine cannot be measured: {error.message}")
-        return None
 
 
 def _forecast(
