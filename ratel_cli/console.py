@@ -362,7 +362,9 @@ class _LiveLines(Closing, RenderHook):
         if not self._may_write():
             return []
         covers = not self._printed and not has_new_size and len(lines) >= len(self._shown)
-        before = self._to_start() if covers else self._erased()
+        height = self._height()
+        to_start = f"\r\x1b[{height}A" if height else "\r"
+        before = _control(to_start if covers else "\r\x1b[K" + "\x1b[A\x1b[2K" * height)  # the latter erases all lines
         printed, self._printed = self._printed, []
         self._shown, self._drawn_at = lines, size
         return [before, *printed, *drawn]
@@ -401,15 +403,6 @@ class _LiveLines(Closing, RenderHook):
         """The rows that the lines take. A terminal that has become narrower has wrapped what was drawn."""
         width, _ = self._size
         return sum(max(1, -(-line.cell_len // width)) for line in self._shown)
-
-    def _to_start(self) -> Segments:
-        """Move to the beginning of the first line."""
-        height = self._height()
-        return _control(f"\r\x1b[{height}A" if height else "\r")
-
-    def _erased(self) -> Segments:
-        """Erase all lines, and move to the beginning of the first."""
-        return _control("\r\x1b[K" + "\x1b[A\x1b[2K" * self._height())
 
     def _drawn(self, lines: Sequence[Text]) -> Iterator[Segments]:
         for line in lines:

@@ -46,7 +46,10 @@ def run(
     if wrong:
         raise BadInput(wrong[0].message, others=tuple(wrong[1:]))
     config = None if config_path is None else read_config(config_path, log)
-    target = _target(config, storage)
+    if config is None:  # the defaults, in `storage` or here
+        target = ProfileTarget(paths=tuple(storage) or (Path.cwd(),), dtype="bfloat16", device="auto", engine="auto")
+    else:
+        target = profile_target(config, storage)
     if output is not None:
         check_new(output, overwrite=overwrite)
 
@@ -55,7 +58,12 @@ def run(
 
         return measure_machine(target, log)
 
-    profile = machine_profile(target, measure, log, refresh=refresh, refreshed_by=_again(config_path, storage))
+    named = (
+        *([] if config_path is None else [config_path]),
+        *(word for path in storage for word in ("--storage", path)),
+    )
+    again = command("profile", *named, "--refresh")
+    profile = machine_profile(target, measure, log, refresh=refresh, refreshed_by=again)
     if as_json:
         sys.stdout.write(to_text(profile))
     else:
@@ -65,19 +73,6 @@ def run(
         log.say(f"wrote {output}")
     if config is not None and config.base_model is not None:
         _profile_model(config, profile, log, refresh=refresh, quiet=as_json)
-
-
-def _again(config_path: Path | None, storage: Sequence[Path]) -> str:
-    """The command that measures the same once more."""
-    config = [] if config_path is None else [config_path]
-    return command("profile", *config, *(word for path in storage for word in ("--storage", path)), "--refresh")
-
-
-def _target(config: RunConfig | None, storage: Sequence[Path]) -> ProfileTarget:
-    """What to measure. Without a config: with the defaults, in `storage` or here."""
-    if config is None:
-        return ProfileTarget(paths=tuple(storage) or (Path.cwd(),), dtype="bfloat16", device="auto", engine="auto")
-    return profile_target(config, storage)
 
 
 def _profile_model(config: RunConfig, hardware: HardwareProfile, log: RunLog, *, refresh: bool, quiet: bool) -> None:

@@ -98,7 +98,7 @@ def import_config(path: Path) -> Imported:
     if tool == "axolotl":
         write_system_column(root)
     by_default = _say_otherwise(root, tool, dialect)
-    missing = _missing(root)
+    missing = tuple(key for key in ("base_model", "datasets") if key not in root.entries)
     _check(root, missing, dialect)
     raise_all(findings)
     outcomes = tuple(sorted(dialect.outcomes, key=lambda outcome: outcome.where))
@@ -248,11 +248,6 @@ def _add_defaults(root: Marked, defaults: dict[str, Scalar], *, has_warmup: bool
     for key, value in defaults.items():
         if key not in content and not (key == "warmup_ratio" and "warmup_steps" in content):
             content[key] = Entry(where=where, written="", value=Marked(where=where, content=value))
-
-
-def _missing(root: Marked) -> tuple[str, ...]:
-    """Keys that a run needs and that the other trainer has elsewhere."""
-    return tuple(key for key in ("base_model", "datasets") if key not in root.entries)
 
 
 def _check(root: Marked, missing: Sequence[str], dialect: Dialect) -> None:

@@ -43,7 +43,10 @@ def apply_override(root: Marked, argument: str, number: int, dialect: Dialect) -
         return
     section, mapping = target
     if section == "datasets" and isinstance(mapping.content, list):
-        _replace_item(mapping, steps[-1], value, where, dialect)
+        item = _item(mapping, steps[-1], where, dialect)
+        if item is not None:
+            item.where, item.content = value.where, value.content
+            dialect.translate_item(item)
         return
     small = Marked(where=where, content={steps[-1]: Entry(where=where, written=steps[-1], value=value)})
     dialect.translate_keys(section, small)
@@ -104,13 +107,6 @@ def _dataset_target(datasets: Marked, steps: list[str], where: Where, dialect: D
         dialect.findings.append(Finding(where=where, message=message))
         return None
     return "datasets", item
-
-
-def _replace_item(datasets: Marked, step: str, value: Marked, where: Where, dialect: Dialect) -> None:
-    item = _item(datasets, step, where, dialect)
-    if item is not None:
-        item.where, item.content = value.where, value.content
-        dialect.translate_item(item)
 
 
 def _item(datasets: Marked, step: str, where: Where, dialect: Dialect) -> Marked | None:

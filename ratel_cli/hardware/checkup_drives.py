@@ -35,7 +35,10 @@ class Place:
 def check_place(place: Place) -> Diagnosis:
     """What one directory is good for."""
     what, mount, probe = str(place.path), place.mount, place.probe
-    facts = [*_described(mount), f"{format_bytes(place.free_bytes)} free"]
+    facts = [f"{format_bytes(place.free_bytes)} free"]
+    if mount is not None:
+        drives = " + ".join(map(str, mount.drives))
+        facts.insert(0, f"{mount.file_system} on {drives}" if drives else mount.file_system)
     if mount is not None and mount.is_read_only:
         return Diagnosis(
             what=what,
@@ -85,13 +88,6 @@ def check_space(places: Sequence[Place], *, need_bytes: int, available_bytes: in
         remedy=f"free some space in {names}, add a directory to storage.paths, or halve the need with "
         "storage.durability: none",
     )
-
-
-def _described(mount: Mount | None) -> list[str]:
-    if mount is None:
-        return []
-    drives = " + ".join(map(str, mount.drives))
-    return [f"{mount.file_system} on {drives}" if drives else mount.file_system]
 
 
 def _why_slow(mount: Mount | None, *, is_direct: bool) -> str | None:

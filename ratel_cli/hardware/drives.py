@@ -9,7 +9,7 @@ Invariant: no file and no buffer remains.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -36,14 +36,19 @@ def measure_drives(
     Directories on one drive share its rates. A path may occur several times. `progress` is called with what is measured
     next.
     """
-    drives = _drives(paths)
+    drives: dict[int, list[Path]] = {}
+    for path in paths:
+        drives.setdefault(path.stat().st_dev, []).append(path)
     alone: dict[int, DriveRates] = {}
     if len(drives) > 1:
         for_one = replace(budget, seconds=budget.seconds / len(drives))
         for drive, here in drives.items():
             progress(f"{here[0]}, alone")
             alone[drive] = _measure(here[:1], [1], queue, pool, for_one)
-    shares = _shares(paths, drives, alone)
+    shares: tuple[int, ...] = (1,) * len(paths)
+    if alone:  # in proportion to each drive's mixed rate, as a step reads and writes at once; directories share a drive
+        rates = {drive: alone[drive].mixed_bytes_per_second / len(here) for drive, here in drives.items()}
+        shares = shares_for([rates[path.stat().st_dev] for path in paths])
     of_files = dict.fromkeys((path.resolve() for path in paths), 0)
     for path, share in zip(paths, shares, strict=True):
         of_files[path.resolve()] += share
@@ -60,25 +65,6 @@ def measure_drives(
         free_bytes=free_bytes(paths),
         alone=tuple(alone.get(path.stat().st_dev, together) for path in paths),
     )
-
-
-def _drives(paths: Sequence[Path]) -> dict[int, list[Path]]:
-    """The paths on each device, by device number. A path may occur several times."""
-    drives: dict[int, list[Path]] = {}
-    for path in paths:
-        drives.setdefault(path.stat().st_dev, []).append(path)
-    return drives
-
-
-def _shares(
-    paths: Sequence[Path], drives: Mapping[int, Sequence[Path]], alone: Mapping[int, DriveRates]
-) -> tuple[int, ...]:
-    """Shares in proportion to each drive's mixed rate, as a step reads and writes at once. Directories on a drive
-    share."""
-    if not alone:
-        return (1,) * len(paths)
-    rates = {drive: alone[drive].mixed_bytes_per_second / len(here) for drive, here in drives.items()}
-    return shares_for([rates[path.stat().st_dev] for path in paths])
 
 
 def _measure(

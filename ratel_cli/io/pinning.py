@@ -49,18 +49,15 @@ class GpuPinning:
             if code:
                 _clear_error(self._device)
                 _unregister(self._device, registered)
-                self._report(num_bytes, code)
+                if not self._has_failed:
+                    self._has_failed = True
+                    self._notice(
+                        f"CUDA cannot pin {format_bytes(num_bytes)} of host memory now (error {code}); until it can, "
+                        "copies of this memory to and from the GPU are slower; `ratel doctor` looks for the cause"
+                    )
                 return None
             registered.append(start)
         return lambda: _unregister(self._device, registered)
-
-    def _report(self, num_bytes: int, code: int) -> None:
-        if not self._has_failed:
-            self._has_failed = True
-            self._notice(
-                f"CUDA cannot pin {format_bytes(num_bytes)} of host memory now (error {code}); until it can, copies of "
-                "this memory to and from the GPU are slower; `ratel doctor` looks for the cause"
-            )
 
 
 def use_device(device: torch.device) -> None:

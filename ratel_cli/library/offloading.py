@@ -66,7 +66,11 @@ def offload_activations(
     if _IS_OPEN.get():
         raise BadInput("offload_activations is open for another module", "give it a module that has both")
     names = find_module_blocks(module, blocks)
-    _check(amount, buffer_bytes, least_bytes)
+    is_number = isinstance(amount, int) and not isinstance(amount, bool) and amount >= 0
+    if not is_number and amount not in ("auto", "all"):
+        raise BadInput(f"amount must be a number of bytes, 'auto' or 'all', not {amount!r}")
+    if (buffer_bytes is not None and buffer_bytes <= 0) or least_bytes < 0:
+        raise BadInput("buffer_bytes must be above 0, and least_bytes not below")
     resident_bytes = _parsed(host_memory)
     units = None if schedule is None else PassSchedule(schedule)
     device = next((each.device for each in (*module.parameters(), *module.buffers())), torch.device("cpu"))
@@ -112,15 +116,6 @@ def offload_activations(
         opened.callback(_IS_OPEN.reset, token)
         with cache.saving():
             yield cache.counts
-
-
-def _check(amount: object, buffer_bytes: int | None, least_bytes: int) -> None:
-    """Raises BadInput."""
-    is_number = isinstance(amount, int) and not isinstance(amount, bool) and amount >= 0
-    if not is_number and amount not in ("auto", "all"):
-        raise BadInput(f"amount must be a number of bytes, 'auto' or 'all', not {amount!r}")
-    if (buffer_bytes is not None and buffer_bytes <= 0) or least_bytes < 0:
-        raise BadInput("buffer_bytes must be above 0, and least_bytes not below")
 
 
 def _parsed(host_memory: int | str) -> int:

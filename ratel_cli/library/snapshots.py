@@ -41,7 +41,14 @@ def write_snapshot(context: RunContext, store: Store, directories: Sequence[Path
     raise; the snapshot before stays valid then.
     """
     config, notice = context.config, context.log.notice
-    _reject_no_place(directories, own=config.storage.paths)
+    for directory in directories:
+        if os.path.realpath(directory) in map(os.path.realpath, config.storage.paths):
+            raise BadInput(
+                f"{directory} has the training state itself: losing it would lose the snapshot, too",
+                "give a directory on another drive",
+            )
+        if directory.exists() and not directory.is_dir():
+            raise BadInput(f"{directory} is no directory")
     data_hash = f"{_SNAPSHOT_OF}{store.store_id.hex()}"
     # A queue of its own: a drive that hangs breaks only this one, and not that of training.
     with open_queue(config.storage.engine, notice=notice, depth=depth_for(len(directories))) as queue:
@@ -59,17 +66,6 @@ def write_snapshot(context: RunContext, store: Store, directories: Sequence[Path
             commit = target.commit_import if is_new else target.commit
             commit(source.progress)
     context.pool.trim()
-
-
-def _reject_no_place(directories: Sequence[Path], *, own: Sequence[Path]) -> None:
-    for directory in directories:
-        if os.path.realpath(directory) in map(os.path.realpath, own):
-            raise BadInput(
-                f"{directory} has the training state itself: losing it would lose the snapshot, too",
-                "give a directory on another drive",
-            )
-        if directory.exists() and not directory.is_dir():
-            raise BadInput(f"{directory} is no directory")
 
 
 def _made(

@@ -147,7 +147,9 @@ class _Costs:
                     uses.append(self._vector(block, name, parameter))
                     continue
                 operator = f"{name.removesuffix('.weight')} mm"
-                flops = recomputed.get(operator, self._flops(parameter))
+                # Of a product that is no candidate, a token passes one of a stack.
+                forward = 2 * self.workload.micro_batch_tokens * math.prod(parameter.shape[-2:])
+                flops = recomputed.get(operator, forward)
                 share = min(left, flops / profile.flops_forward) if profile.flops_forward else 0.0
                 left -= share
                 # Tokens of a micro-batch that are multiplied by one matrix of a stack: all of them, or an expert's.
@@ -188,10 +190,6 @@ class _Costs:
             return compute_seconds(alone, self.workload, self.hardware)
         kinds = (*self.profile.profiles[:kind], replace(profile, flops_recomputed=0))
         return compute_seconds(replace(alone, profiles=kinds), self.workload, self.hardware)
-
-    def _flops(self, parameter: ParameterSpec) -> int:
-        """FLOPs in forward of a product that is no candidate, of which a token passes one of a stack."""
-        return 2 * self.workload.micro_batch_tokens * math.prod(parameter.shape[-2:])
 
     def _matrix_bytes(self, block: BlockSpec, parameter: ParameterSpec, *, tokens: float) -> int:
         """What forward of a micro-batch reads of a matrix, or of each matrix of a stack."""

@@ -8,7 +8,7 @@ Invariant: whatever `resources` holds is closed before the queue and the memory 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,7 +98,12 @@ def open_context(
         queue = opened.enter_context(_open_queue(config, log))
         # Ranks of one machine share what is free; a limit that the config sets is for each of them.
         limit_bytes = config.limits.host_memory or default_limit_bytes() // num_local_ranks()
-        pool = opened.enter_context(_open_pool(device, limit_bytes, notice=log.notice))
+        pool = BufferPool(limit_bytes)
+        if device.type != "cpu":
+            # Pinned, so that copies to and from the GPU overlap with work. Pinned memory is not given back before the
+            # end, so the limit is less by what the process has already.
+            pool = BufferPool(max(0, limit_bytes - kept_bytes()), pin=GpuPinning(device, log.notice))
+        opened.enter_context(pool)
         yield RunContext(
             config=config,
             log=log,
@@ -141,13 +146,3 @@ def stoppable_bar(log: RunLog, stop: StopRequest, what: str, total: float) -> It
 def _open_queue(config: RunConfig, log: RunLog) -> IoQueue:
     storage = config.storage
     return open_queue(storage.engine, notice=log.notice, depth=depth_for(len(storage.paths)))
-
-
-def _open_pool(device: torch.device, limit_bytes: int, *, notice: Callable[[str], None]) -> BufferPool:
-    """Host memory for a run on `device`; for a GPU it is pinned, so that copies to and from the GPU overlap with work.
-
-    Pinned memory is not given back before the end, so the pool's limit is less by what the process has already.
-    """
-    if device.type == "cpu":
-        return BufferPool(limit_bytes)
-    return BufferPool(max(0, limit_bytes - kept_bytes()), pin=GpuPinning(device, notice))

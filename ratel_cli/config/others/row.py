@@ -49,6 +49,11 @@ class Given:
         return self.entries[key].written if key in self.entries else ""
 
 
+def is_text(value: Plain) -> bool:
+    """For `only`: whether a value is a text."""
+    return isinstance(value, str)
+
+
 def absent(key: str) -> Callable[[Given], bool]:
     """A condition: this key is not there."""
     return lambda given: key not in given

@@ -10,7 +10,20 @@ from typing import Literal, TypeAlias
 
 from ratel_cli.config.keys.key_groups import OF_ADAPTER
 from ratel_cli.config.keys.schema import RunConfig
-from ratel_cli.config.others.row import Code, ForeignKey, Given, absent, adds, forget, move, refuse, sets, split, spread
+from ratel_cli.config.others.row import (
+    Code,
+    ForeignKey,
+    Given,
+    absent,
+    adds,
+    forget,
+    is_text,
+    move,
+    refuse,
+    sets,
+    split,
+    spread,
+)
 from ratel_cli.config.yaml.reporting import Entries, Report
 from ratel_cli.config.yaml.yaml_marks import Plain, plain
 
@@ -38,10 +51,6 @@ def _tool(given: Given) -> _Tool | None:
 def _of(*tools: _Tool) -> Callable[[Given], bool]:
     """A condition: the adapter of one of the trainers is on."""
     return lambda given: _tool(given) in tools
-
-
-def _is_text(value: Plain) -> bool:
-    return isinstance(value, str)
 
 
 def _turned_off(entries: Entries, report: Report) -> None:
@@ -103,7 +112,7 @@ ADAPTERS = (
     ),
     ForeignKey(theirs="finetuning_type", how=adds({"adapter": "lora"}), only=("lora",)),
     ForeignKey(theirs="use_peft", how=adds({"adapter": "lora"}), only=(True,)),
-    ForeignKey(theirs="lora_target_modules lora_modules_to_save", how=split, only=_is_text, when=_of("LLaMA-Factory")),
+    ForeignKey(theirs="lora_target_modules lora_modules_to_save", how=split, only=is_text, when=_of("LLaMA-Factory")),
     ForeignKey(
         theirs="use_peft",
         how=refuse("no key names the modules that get an adapter; TRL leaves this to PEFT", goes_on=True),

@@ -7,14 +7,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ratel_cli.config.others.row import HERE, SAME, ForeignKey, Given, Site, refuse, sets
+from ratel_cli.config.others.row import HERE, SAME, ForeignKey, Given, Site, is_text, refuse, sets
 from ratel_cli.config.yaml.reporting import made
-from ratel_cli.config.yaml.yaml_marks import Entry, Marked, Plain
-
-
-def _is_text(value: Plain) -> bool:
-    return isinstance(value, str)
-
+from ratel_cli.config.yaml.yaml_marks import Entry, Marked
 
 # The optimizer's options, and torchao's rounding among them.
 
@@ -65,7 +60,7 @@ OPTIONS = (
         only=lambda value: isinstance(value, str) and not value.strip(),
         why="it is empty",
     ),
-    ForeignKey(theirs="optim_args", how=_options_in_a_line, only=_is_text),
+    ForeignKey(theirs="optim_args", how=_options_in_a_line, only=is_text),
     ForeignKey(
         theirs=_ROUNDS,
         how=refuse("`{key}` must be true or false, not {value}", at_value=True),
@@ -95,10 +90,6 @@ OPTIONS = (
 # Rates and batches.
 
 
-def _is_number(value: Plain) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
 def _micro_batches(given: Given) -> int | None:
     """The number of micro-batches in axolotl's `batch_size`, the sequences of a step; None if that is not known."""
     size, micro = given.value("batch_size"), given.value("micro_batch_size")
@@ -112,7 +103,7 @@ RATES = (
         theirs=_RATIO,
         how=refuse("`{key}` must be a number, not {value}", at_value=True),
         ours="lr_scheduler_kwargs",
-        only=lambda value: not _is_number(value),
+        only=lambda value: isinstance(value, bool) or not isinstance(value, int | float),
     ),
     ForeignKey(
         theirs=_RATIO,

@@ -5,15 +5,11 @@ Invariant: the rows of a rewritten config are drawn as the other trainer draws t
 
 from __future__ import annotations
 
-from ratel_cli.config.others.row import ForeignKey, Given, Value, adds, sets, split
+from ratel_cli.config.others.row import ForeignKey, Given, Value, adds, is_text, sets, split
 from ratel_cli.config.yaml.yaml_marks import Plain
 
 _OF_LLAMA_FACTORY: dict[str, Value] = {"pad_vocab_to_multiple_of": 64, "new_tokens_init": "noisy_mean"}
 """A new token resizes its embedding so, and draws its rows around the mean."""
-
-
-def _is_text(value: Plain) -> bool:
-    return isinstance(value, str) and bool(value)
 
 
 def _names_in(key: str) -> Value:
@@ -26,14 +22,14 @@ def _names_in(key: str) -> Value:
 
 
 VOCABULARY = (
-    ForeignKey(theirs="add_tokens", how=sets({"tokens": _names_in("add_tokens"), **_OF_LLAMA_FACTORY}), only=_is_text),
+    ForeignKey(theirs="add_tokens", how=sets({"tokens": _names_in("add_tokens"), **_OF_LLAMA_FACTORY}), only=is_text),
     ForeignKey(
         theirs="add_special_tokens",
         how=sets({"new_special_tokens": _names_in("add_special_tokens"), **_OF_LLAMA_FACTORY}),
-        only=_is_text,
+        only=is_text,
     ),
-    ForeignKey(theirs="new_special_tokens", how=adds(_OF_LLAMA_FACTORY), only=_is_text),
-    ForeignKey(theirs="new_special_tokens", how=split, only=_is_text),
+    ForeignKey(theirs="new_special_tokens", how=adds(_OF_LLAMA_FACTORY), only=is_text),
+    ForeignKey(theirs="new_special_tokens", how=split, only=is_text),
     ForeignKey(theirs="resize_vocab", how=sets(_OF_LLAMA_FACTORY), only=(True,)),
     ForeignKey(
         theirs="init_special_tokens", how="ignored", only=("noise_init",), why="`new_tokens_init: noisy_mean` is that"

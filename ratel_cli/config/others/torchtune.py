@@ -206,15 +206,6 @@ def defaults_of_optimizer(theirs: Marked) -> Mapping[str, Scalar]:
 # What the rows say of values and of other keys.
 
 
-def _is_entropy(content: Plain) -> bool:
-    return "CrossEntropy" in _last(content) or "CE" in _last(content)
-
-
-def _compares(content: Plain) -> bool:
-    """Whether a loss compares answers."""
-    return any(part in _last(content) for part in _PREFERENCES)
-
-
 def _is_off(content: Plain) -> bool:
     return content is None or content is False
 
@@ -257,7 +248,9 @@ def _ends_each_epoch(given: Given) -> str:
 
 def _tokenizer(site: Site) -> None:
     """The tokenizers of torchtune write the turns of a conversation by themselves, without a chat template."""
-    last, entry, types = class_of(site.entry), site.entry, _types(site.target)
+    last, entry = class_of(site.entry), site.entry
+    sets_of = [each for key in _SETS.values() if key in site.target for each in site.target[key].value.items]
+    types = {plain(each.entries["type"].value) for each in sets_of if "type" in each.entries}
     template = site.given.value("tokenizer.prompt_template", "tokenizer._component_")
     brackets = () if template is None else _WRITES_BRACKETS
     if last.startswith("llama3") and "chat_template" in types:
@@ -268,12 +261,6 @@ def _tokenizer(site: Site) -> None:
         site.report.decide(entry, why)
     elif "chat_template" not in site.target:
         site.report.drop(entry, _AS_FILES)
-
-
-def _types(target: Entries) -> set[Plain]:
-    """The types of the sets."""
-    sets_of = [target[key].value.items for key in _SETS.values() if key in target]
-    return {plain(each.entries["type"].value) for several in sets_of for each in several if "type" in each.entries}
 
 
 def _begins(*starts: str) -> Callable[[Plain], bool]:
@@ -333,9 +320,14 @@ _ROWS: tuple[ForeignKey, ...] = (
         theirs="loss._component_",
         how=refuse("`{text}` belongs to preference training"),
         hint="import a config without it, and write `rl` and the preference data into the new file",
-        only=_compares,
+        only=lambda name: any(part in _last(name) for part in _PREFERENCES),
     ),
-    ForeignKey(theirs="loss._component_", how="ignored", only=_is_entropy, why="it is the cross entropy, as here"),
+    ForeignKey(
+        theirs="loss._component_",
+        how="ignored",
+        only=lambda name: "CrossEntropy" in _last(name) or "CE" in _last(name),
+        why="it is the cross entropy, as here",
+    ),
     ForeignKey(
         theirs="loss._component_",
         how=refuse("`{text}` is another loss"),

@@ -21,6 +21,7 @@ from ratel_cli.config.others.row import (
     absent,
     decide,
     empty,
+    is_text,
     refuse,
     rename,
     sets,
@@ -40,10 +41,6 @@ from ratel_cli.config.yaml.yaml_marks import Entry, Plain, plain, show
 def translate_top_level(entries: Entries, report: Report) -> None:
     """Rewrite the entries of a config's top level."""
     translate(_TOP_LEVEL, entries, report)
-
-
-def _is_text(value: Plain) -> bool:
-    return isinstance(value, str)
 
 
 # Empty keys of ours.
@@ -260,10 +257,6 @@ _KERNELS = (
 # TRL's two keys about the loss, chat templates and special tokens.
 
 
-def _is_jinja(value: Plain) -> bool:
-    return isinstance(value, str) and ("{%" in value or "{{" in value)
-
-
 _TEXTS = (
     # That a completion alone has loss is the default, whatever conversations have.
     ForeignKey(
@@ -280,7 +273,12 @@ _TEXTS = (
         when=lambda given: given.value("completion_only_loss") is False,
         why="`completion_only_loss: false` trains all tokens",
     ),
-    ForeignKey(theirs="chat_template custom_chat_template", how=rename, ours="chat_template_jinja", only=_is_jinja),
+    ForeignKey(
+        theirs="chat_template custom_chat_template",
+        how=rename,
+        ours="chat_template_jinja",
+        only=lambda value: is_text(value) and ("{%" in str(value) or "{{" in str(value)),
+    ),
     ForeignKey(
         theirs="chat_template_path",
         how=sets({"chat_template_jinja": SAME}),
@@ -294,7 +292,7 @@ _TEXTS = (
         when=absent("special_tokens"),
     ),
     ForeignKey(
-        theirs="eos_token", how=sets({"special_tokens.eos_token": SAME}), only=_is_text, when=absent("special_tokens")
+        theirs="eos_token", how=sets({"special_tokens.eos_token": SAME}), only=is_text, when=absent("special_tokens")
     ),
 )
 _TOP_LEVEL: tuple[ForeignKey, ...] = (

@@ -33,24 +33,18 @@ def compared(
         samples = tuple(_from(each, first) for each in samples)
     if not is_dropped and is_good is not None:
         [sample] = samples
-        prompt = _prompt(sample, is_good=is_good)
-        if not len(prompt.input_ids):
+        first = _first_target(sample)
+        if not first:
             return Unusable("the answer has no prompt")
-        samples = (sample, prompt)
+        verdict = np.full(first, IGNORED_TARGET, dtype=np.int32)
+        verdict[0] = is_good
+        samples = (sample, Sample(input_ids=sample.input_ids[:first], labels=verdict))
     return Encoded(
         samples=() if is_dropped else samples,
         excess_tokens=excess_tokens,
         remarks=tuple(dict.fromkeys((*remarks, *(remark for each in found for remark in each.remarks)))),
         skips_header=any(each.skips_header for each in found),
     )
-
-
-def _prompt(sample: Sample, *, is_good: bool) -> Sample:
-    """What stands before the answer, with the verdict on it."""
-    first = _first_target(sample)
-    labels = np.full(first, IGNORED_TARGET, dtype=np.int32)
-    labels[:1] = is_good
-    return Sample(input_ids=sample.input_ids[:first], labels=labels)
 
 
 def _first_target(sample: Sample) -> int:

@@ -92,7 +92,10 @@ def tokens_of_row(record: dict[str, object]) -> TokensDraft:
     if "attention_mask" in masks:  # what it hides is padding
         kept = [index for index, flag in enumerate(masks["attention_mask"]) if flag]
         input_ids, labels = ([values[index] for index in kept] for values in (input_ids, labels))
-    _check_not_packed(record)
+    lengths, positions = record.get("seq_lengths"), record.get("position_ids")
+    restarts = isinstance(positions, list) and any(position == 0 for position in positions[1:])
+    if restarts or (isinstance(lengths, list) and len(lengths) > 1):  # they would see each other
+        raise Unusable("the row has several packed samples; write one sample in each row, and Ratel packs them")
     return TokensDraft(input_ids=input_ids, labels=labels)
 
 
@@ -101,14 +104,6 @@ _LOSS_MASKS = frozenset({"completion_mask", "assistant_masks", "loss_mask"})
 
 
 _MASKS = ("attention_mask", *sorted(_LOSS_MASKS))
-
-
-def _check_not_packed(record: dict[str, object]) -> None:
-    """Raise Unusable if a row has several samples, which would see each other."""
-    lengths, positions = record.get("seq_lengths"), record.get("position_ids")
-    restarts = isinstance(positions, list) and any(position == 0 for position in positions[1:])
-    if restarts or (isinstance(lengths, list) and len(lengths) > 1):
-        raise Unusable("the row has several packed samples; write one sample in each row, and Ratel packs them")
 
 
 def _integers(record: dict[str, object], column: str) -> list[int]:

@@ -166,7 +166,11 @@ class ChatRenderer(Closing):
         except (TypeError, ValueError) as error:  # a parquet row may hold dates or bytes in further keys
             raise Unusable(f"a message contains a value that JSON cannot represent: {printable(str(error))}") from error
         if reply is None:
-            raise self._death()
+            hint = "check chat_template in the base model's tokenizer files"
+            if self._child.wait() == -signal.SIGALRM:
+                message = f"the chat template did not finish one conversation within {self._limit_seconds:g} s"
+                raise BadInput(message, f"it may have an endless loop: {hint}")
+            raise BadInput(f"the process that renders chat templates ended: {self._exit_reason()}", hint)
         if "error" in reply:
             raise Unusable(printable(str(reply["error"])))
         return reply
@@ -179,31 +183,14 @@ class ChatRenderer(Closing):
             print(line, file=self._child.stdin, flush=True)
         except BrokenPipeError:
             return None
-        self._wait()
+        if not (self._is_known_slow or select.select([self._child.stdout], [], [], self._slow_seconds)[0]):
+            self._is_known_slow = True
+            self._notice(
+                "the chat template takes long for one conversation; it is stopped after "
+                f"{self._limit_seconds:g} s, and the run with it"
+            )
         reply = self._child.stdout.readline()
         return cast(dict[str, object], json.loads(reply)) if reply.endswith("\n") else None
-
-    def _wait(self) -> None:
-        """Wait for a reply for a short time, and then give notice, once."""
-        assert self._child.stdout is not None
-        if self._is_known_slow or select.select([self._child.stdout], [], [], self._slow_seconds)[0]:
-            return
-        self._is_known_slow = True
-        self._notice(
-            "the chat template takes long for one conversation; it is stopped after "
-            f"{self._limit_seconds:g} s, and the run with it"
-        )
-
-    def _death(self) -> BadInput:
-        if self._child.wait() == -signal.SIGALRM:
-            return BadInput(
-                f"the chat template did not finish one conversation within {self._limit_seconds:g} s",
-                hint="it may have an endless loop: check chat_template in the base model's tokenizer files",
-            )
-        return BadInput(
-            f"the process that renders chat templates ended: {self._exit_reason()}",
-            hint="check chat_template in the base model's tokenizer files",
-        )
 
     def _exit_reason(self) -> str:
         code = self._child.wait()

@@ -105,7 +105,7 @@ class TurnOptions:
     def _trained(self, messages: list[ChatMessage], muted: tuple[int, ...]) -> tuple[int, ...]:
         """The messages that have loss, by their roles and by their own keys."""
         wanted = ("assistant",) if self.roles_to_train is None else self.roles_to_train
-        roles = {self._role(role) for role in wanted}
+        roles = {self.roles.get(role, (_SHAREGPT_ROLES | _TOOL_ROLES).get(role, role)) for role in wanted}
         trained = []
         for index, message in enumerate(messages):
             flag = message.pop(self.training_key, None) if self.training_key is not None else None
@@ -114,9 +114,6 @@ class TurnOptions:
             if (message["role"] in roles if flag is None else flag) and index not in muted:
                 trained.append(index)
         return tuple(trained)
-
-    def _role(self, written: str) -> str:
-        return self.roles.get(written, (_SHAREGPT_ROLES | _TOOL_ROLES).get(written, written))
 
     def _remarks(self, messages: list[ChatMessage]) -> tuple[Remark, ...]:
         """Keys of messages that say in other tools which of them have loss, and that are not read."""

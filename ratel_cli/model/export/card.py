@@ -95,14 +95,16 @@ _PEFT_CLASSES: Mapping[Task, str] = {
 
 def card_text(card: Card, spec: ModelSpec, *, dtype: DtypeName, num_updates: int) -> str:
     """The card as Markdown, with the front matter that the hub reads."""
+    sources = [f"* {_source(each)}" for each in card.datasets]
+    sources += [f"* {_source(each)}, for evaluation" for each in card.test_datasets]
     sections = [
         _front_matter(card),
         f"# {printable(card.name)}\n\n{_summary(card, spec, dtype, num_updates)}\n",
         _usage(card.repository or ".", card),
-        _data(card),
-        _settings(card),
+        _section("Data", "\n".join(sources)),
+        _section("Settings", f"```yaml\n{_yaml(card.settings)}```" if card.settings else ""),
         _losses(card),
-        _software(card),
+        _section("Software", "\n".join(f"* {printable(part)}" for part in card.software.split(", ") if part)),
     ]
     return "\n".join(section for section in sections if section)
 
@@ -170,21 +172,11 @@ def _usage(place: str, card: Card) -> str:
     return f"```python\n{imports}\n{''.join(lines)}```\n"
 
 
-def _data(card: Card) -> str:
-    lines = [f"* {_source(each)}" for each in card.datasets]
-    lines += [f"* {_source(each)}, for evaluation" for each in card.test_datasets]
-    return _section("Data", "\n".join(lines))
-
-
 def _source(source: DataSource) -> str:
     name = _code(source.name)
     if source.is_on_hub:
         name = f"[{source.name}](https://huggingface.co/datasets/{source.name})"
     return ", ".join([name, *map(printable, source.details)])
-
-
-def _settings(card: Card) -> str:
-    return _section("Settings", f"```yaml\n{_yaml(card.settings)}```") if card.settings else ""
 
 
 def _losses(card: Card) -> str:
@@ -198,11 +190,6 @@ def _losses(card: Card) -> str:
     if card.picture is not None:
         text += f"\n\n![Loss, learning rate and gradient norm of each step]({PICTURE_NAME})"
     return _section("Losses", text)
-
-
-def _software(card: Card) -> str:
-    parts = [part for part in card.software.split(", ") if part]
-    return _section("Software", "\n".join(f"* {printable(part)}" for part in parts))
 
 
 def _section(title: str, text: str) -> str:

@@ -45,7 +45,12 @@ def quantise_layers(model: PreTrainedModel, form: QuantisedForm, *, with_experts
     meta device. `with_experts`: its stacks of experts' matrices are quantised, too. Raises BadInput if it has none
     that can be quantised."""
     if with_experts:
-        _quantise_stacks(model, form)
+        stacks = list(_stacks(model))
+        if not stacks:
+            name = type(model).__name__
+            raise BadInput(f"{name} has no stacks of experts that could be quantised", "remove quantize_moe_experts")
+        for module, names in stacks:
+            quantise_experts(module, names, form)
     chosen = dict(_quantised_layers(model))
     if not chosen:
         raise BadInput(
@@ -265,17 +270,6 @@ def _settings_of(model: PreTrainedModel) -> dict[str, Any]:
     """What config.json says of files that are quantised."""
     settings = getattr(model.config, "quantization_config", None) or {}
     return settings if isinstance(settings, dict) else cast(dict[str, Any], settings.to_dict())
-
-
-def _quantise_stacks(model: PreTrainedModel, form: QuantisedForm) -> None:
-    """Quantise the stacks of experts. Raises BadInput if there are none."""
-    found = list(_stacks(model))
-    if not found:
-        raise BadInput(
-            f"{type(model).__name__} has no stacks of experts that could be quantised", "remove quantize_moe_experts"
-        )
-    for module, names in found:
-        quantise_experts(module, names, form)
 
 
 def _stacks(model: PreTrainedModel) -> Iterator[tuple[nn.Module, list[str]]]:

@@ -5,7 +5,7 @@ Imports of plotting libraries are inside the functions.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
@@ -43,9 +43,10 @@ def draw_rok(points: Sequence[RokPoint], model_name: str, path: Path) -> None:
     unit, unit_bytes = byte_unit(max(each.memory_bytes for each in points))
     mixed = [each for each in points if each.strategy != "keep"]
     axes.plot(*_coordinates(mixed, unit_bytes), marker=".", label="share swapped, the rest recomputed")
-    for marker, each in _marked(points):
+    markers: dict[RokStrategy, str] = {"recompute": "v", "planned": "x", "offload": "^", "keep": "s"}
+    for each in (each for each in points if each.strategy in markers):
         label = _NAMES[each.strategy] + (" (does not fit)" if each.shortfall_bytes else "")
-        axes.plot(*_coordinates([each], unit_bytes), marker, markersize=10, label=label)
+        axes.plot(*_coordinates([each], unit_bytes), markers[each.strategy], markersize=10, label=label)
     axes.set(title=model_name, xlabel=f"activations in memory at their peak, {unit}", ylabel="tokens per second")
     axes.set_ylim(bottom=0)
     axes.legend()
@@ -67,10 +68,3 @@ def _row(point: RokPoint) -> tuple[str, ...]:
 
 def _coordinates(points: Sequence[RokPoint], unit_bytes: int) -> tuple[list[float], list[float]]:
     return [each.memory_bytes / unit_bytes for each in points], [each.tokens_per_second for each in points]
-
-
-def _marked(points: Sequence[RokPoint]) -> Iterator[tuple[str, RokPoint]]:
-    markers: dict[RokStrategy, str] = {"recompute": "v", "planned": "x", "offload": "^", "keep": "s"}
-    for each in points:
-        if each.strategy in markers:
-            yield markers[each.strategy], each

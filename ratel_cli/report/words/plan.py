@@ -65,6 +65,8 @@ def forecast_rows(
     parameters = parameter_words(prediction.num_parameters, prediction.num_trained)
     parameters += f" in {counted(prediction.num_blocks, 'block')}"
     split = split_words(prediction.workload, is_planned=not forecast.setting.has_own_split, num_ranks=number)
+    seconds = forecast.reference_seconds
+    reference = [] if seconds is None else [reference_row(forecast.setting.num_steps or 0, seconds)]
     return [
         ("model", f"{prediction.model_name}: {parameters}, computing in {dtype}"),
         ("step", f"{split}, assuming full rows" if assumes_full_rows else split),
@@ -77,7 +79,7 @@ def forecast_rows(
         ("backward", _stage(prediction.time.backward)),
         ("predicted", _predicted(prediction)),
         ("run", _run(forecast, has_data=has_data)),
-        *_reference(forecast),
+        *reference,
         *wear_rows(prediction),
         ("offloaded", _offloaded(prediction)),
     ]
@@ -87,12 +89,6 @@ def reference_row(num_steps: int, seconds: float) -> tuple[str, str]:
     """A row about the reference model, whose log-probabilities of the answers of these steps come before step 1."""
     steps = counted(num_steps, "step")
     return "reference", f"log-probabilities of {steps}, computed before step 1: {format_seconds(seconds)} at most"
-
-
-def _reference(forecast: Forecast) -> list[tuple[str, str]]:
-    """A row about the reference model; none without one, or if the number of steps is not known."""
-    seconds = forecast.reference_seconds
-    return [] if seconds is None else [reference_row(forecast.setting.num_steps or 0, seconds)]
 
 
 def _ranks(forecast: Forecast) -> list[tuple[str, str]]:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from ratel_cli.config.keys.schema import RunConfig, may_have_adapter
 from ratel_cli.console import RunLog
 from ratel_cli.planning.forecast.advice import Advice, adapter_advice
-from ratel_cli.planning.forecast.forecast import Forecast, Forecaster, Setting
+from ratel_cli.planning.forecast.forecast import Forecast, Forecaster
 from ratel_cli.planning.forecast.ratel_forecast import RatelForecaster
 from ratel_cli.planning.profile.analytic import analytic_profile
 from ratel_cli.run.ask.plan_inputs import best_workload, with_space_tiers
@@ -52,18 +52,12 @@ def advise_adapter(
     estimated = forecast
     if forecaster.profile.source == "recorded" and forecaster.estimate is not None:
         estimated = replace(forecaster, profile=forecaster.estimate).forecast(forecast.setting)
-    then = _of_best_split(other, replace(forecast.setting, chunk_bytes=estimated.setting.chunk_bytes))
+    setting = replace(forecast.setting, chunk_bytes=estimated.setting.chunk_bytes)
+    then = other.forecast(setting)
+    if not (then.fits or setting.has_own_split):
+        then = other.forecast(replace(setting, workload=best_workload(other, setting)))
     if is_here:
         then = with_space_tiers(then, adapted, other)
     now = replace(estimated, tiers=forecast.tiers)
     rate = forecast.prediction.tokens_per_second
     return adapter_advice(now, then, rank=config.lora_r, tokens_per_second=rate)
-
-
-def _of_best_split(forecaster: RatelForecaster, setting: Setting) -> Forecast:
-    """The forecast with the split of the setting; with the best one if that does not fit and the plan chose it."""
-    forecast = forecaster.forecast(setting)
-    if forecast.fits or setting.has_own_split:
-        return forecast
-
-    return forecaster.forecast(replace(setting, workload=best_workload(forecaster, setting)))

@@ -47,7 +47,10 @@ def evaluate(
 ) -> EvaluationReport:
     """The loss of the model on the rows of `data`. Raises RatelError; Diverged if the loss is not finite."""
     prepare_process()
-    config, shown_by = with_data(completed(named), data, overrides), _rejects_shown_by(named, data, overrides)
+    config = with_data(completed(named), data, overrides)
+    shown_by = None  # a model that no run has made has no data of its own
+    if named.run is not None:
+        shown_by = command("data", named.run, *overrides_for_data(named.config, data, overrides), "--bad")
     return _evaluate_all(config, log, lambda context: iter([open_streamed(context, named, step)]), shown_by)[0]
 
 
@@ -80,13 +83,6 @@ def _evaluate_all(
         rows = _read_rows(context, first.base, rejects_shown_by=rejects_shown_by)
         context.listen()
         return [_evaluate(context, each, rows) for each in chain([first], models)]
-
-
-def _rejects_shown_by(named: NamedModel, data: str, overrides: tuple[str, ...]) -> str | None:
-    """The command that lists bad rows of `data`; None for a model that no run has made, which has no data."""
-    if named.run is None:
-        return None
-    return command("data", named.run, *overrides_for_data(named.config, data, overrides), "--bad")
 
 
 def _read_rows(context: RunContext, base: LanguageBase, *, rejects_shown_by: str | None) -> TrainingData:

@@ -129,7 +129,9 @@ def _generate(
         reader = open_reader(context, streamed, memory, resident=resident)
         with computing_whole(streamed.base.model, reader, after_pass=after_pass) as skeleton:
             for batch in batches:
-                input_ids, mask = _padded(batch, settings.pad_token_id)
+                width = max(map(len, batch))  # padded on the left, as transformers expects it
+                input_ids = torch.tensor([[settings.pad_token_id] * (width - len(each)) + each for each in batch])
+                mask = torch.tensor([[0] * (width - len(each)) + [1] * len(each) for each in batch])
                 made = skeleton.generate(  # type: ignore[operator]
                     input_ids.to(context.device), attention_mask=mask.to(context.device), generation_config=settings
                 )
@@ -192,14 +194,6 @@ def _settings(
         kept["pad_token_id"] = next(each for each in candidates if each is not None)
     sampling = {"do_sample": True, "temperature": request.temperature} if request.temperature else {"do_sample": False}
     return GenerationConfig(max_new_tokens=request.max_new_tokens, use_cache=True, **kept, **sampling)
-
-
-def _padded(batch: Sequence[list[int]], padding_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and mask `[batch, tokens]`, padded on the left as transformers expects it."""
-    width = max(map(len, batch))
-    ids = [[padding_id] * (width - len(each)) + each for each in batch]
-    mask = [[0] * (width - len(each)) + [1] * len(each) for each in batch]
-    return torch.tensor(ids), torch.tensor(mask)
 
 
 def _until_end(row: list[int], settings: GenerationConfig) -> list[int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 from ratel_cli.errors import BadInput
 from ratel_cli.papers.own_model import OwnModel
@@ -23,7 +24,6 @@ from ratel_cli.planning.search.prediction import CostModel
 from ratel_cli.report.page.rok import draw_rok, rok_content, rok_lines
 from ratel_cli.report.words.direct import NO_LINK, direct_lines
 from ratel_cli.report.words.plan import aligned
-from ratel_cli.run.ask.answer import Answer
 from ratel_cli.units import (
     counted,
     format_bytes,
@@ -48,6 +48,19 @@ class Questions:
     largest: bool = False
     prices: bool = False
     rok: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """The answer to one question."""
+
+    key: str
+    """In `--json`."""
+    title: str
+    lines: list[str]
+    content: object
+    draw: Callable[[Path], None] | None = None
+    """Writes the answer as a picture, in place of the plan's curve."""
 
 
 def reject_questions(questions: Questions, cost_model: CostModel) -> None:

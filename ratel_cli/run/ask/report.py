@@ -44,7 +44,11 @@ def report_of(config: RunConfig) -> RunReport:
     notes = list[str]()
     config = _as_trained(config, notes)
     run_dir, status = run_directory(config.output_dir), status_of(config)
-    history = _history(run_dir / METRICS_NAME, notes)
+    try:
+        history = read_history(run_dir / METRICS_NAME)
+    except OSError as error:
+        notes.append(f"run/{METRICS_NAME} cannot be read: {error.strerror}.")
+        history = History()
     if status.state != "running":
         history = history.up_to(status.step)
     plan = _noted(run_dir / PLAN_NAME, read_plan, notes)
@@ -97,14 +101,6 @@ def _different_keys(given: Mapping[str, object], own: Mapping[str, object], with
         elif value != other:
             found.append(within + key)
     return found
-
-
-def _history(path: Path, notes: list[str]) -> History:
-    try:
-        return read_history(path)
-    except OSError as error:
-        notes.append(f"run/{path.name} cannot be read: {error.strerror}.")
-        return History()
 
 
 def _noted(path: Path, read: Callable[[Path], Value | None], notes: list[str]) -> Value | None:

@@ -61,7 +61,11 @@ def status_of(config: RunConfig) -> RunStatus:
     deleted = deleted_store(config)
     committed_step = stored_step(paths) if paths is not None else deleted.step if deleted is not None else None
     is_training = use.is_locked and facts is not None and facts.pid == use.pid
-    history, problem = _history(run_dir / METRICS_NAME)
+    problem: str | None = None
+    try:
+        history = read_recent(run_dir / METRICS_NAME)
+    except OSError as error:
+        history, problem = History(), f"{run_dir / METRICS_NAME}: cannot be read: {error.strerror}"
     if committed_step is not None and not is_training:
         history = history.up_to(committed_step)
     steps = history.steps
@@ -116,13 +120,6 @@ def _status_below(directory: Path) -> RunStatus:
         return status_of(find_run(directory, RunLog(StringIO())))
     except RatelError as error:
         return RunStatus(output_dir=directory, state="damaged", problem=error.message)
-
-
-def _history(path: Path) -> tuple[History, str | None]:
-    try:
-        return read_recent(path), None
-    except OSError as error:
-        return History(), f"{path}: cannot be read: {error.strerror}"
 
 
 def _state(

@@ -110,9 +110,15 @@ def find_left_files(config: RunConfig, extent: Extent) -> LeftFiles:
     found.files += _own(config, (RESHARDING_NAME, NEW_RESHARDING_NAME))
     if extent != "store":
         found.files += _own(config, _SHOWS_A_STORE)
-    _add_stores(found, places)
+    found.files += [path for place in places for path in _regular(place, (DATA_FILE_NAME, OWNER_FILE_NAME))]
+    # Records say whose a store is: they go last.
+    found.files += [path for place in places for path in _regular(place, (RECORD_FILE_NAME,))]
+    found.folders += [place for place in places if place.name.endswith(".store")]
     if is_run_output(config.output_dir):
-        _add_tokens(found, run_directory(config.output_dir))
+        tokens = run_directory(config.output_dir) / TOKENS_NAME
+        caches = sorted(path for path in _in_folder(tokens, "*") if _CACHE.fullmatch(path.name))
+        found.files += [path for cache in caches if _is_folder(cache) for path in _regular(cache, CACHE_FILE_NAMES)]
+        found.folders += [*caches, tokens]
         if extent != "store":
             _add_run_files(found, config)
     if extent == "export":
@@ -137,19 +143,6 @@ class _Found:
     files: list[Path] = field(default_factory=list)
     folders: list[Path] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
-
-
-def _add_stores(found: _Found, places: Sequence[Path]) -> None:
-    found.files += [path for place in places for path in _regular(place, (DATA_FILE_NAME, OWNER_FILE_NAME))]
-    # Records say whose a store is: they go last.
-    found.files += [path for place in places for path in _regular(place, (RECORD_FILE_NAME,))]
-    found.folders += [place for place in places if place.name.endswith(".store")]
-
-
-def _add_tokens(found: _Found, run: Path) -> None:
-    caches = sorted(path for path in _in_folder(run / TOKENS_NAME, "*") if _CACHE.fullmatch(path.name))
-    found.files += [path for cache in caches if _is_folder(cache) for path in _regular(cache, CACHE_FILE_NAMES)]
-    found.folders += [*caches, run / TOKENS_NAME]
 
 
 def _add_run_files(found: _Found, config: RunConfig) -> None:

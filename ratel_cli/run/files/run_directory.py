@@ -142,7 +142,10 @@ def read_config(
     """
     name_run(path, overrides)
     file = config_file(path)
-    config = _of_rank(_load(file, log, overrides, is_own=file != path), *(ranks or (launched_rank(), local_rank())))
+    loaded = load_config(file, overrides)
+    for notice in (each for each in loaded.notices if file == path or not each.startswith(f"{file}:")):
+        log.notice(notice)
+    config = _of_rank(loaded.config, *(ranks or (launched_rank(), local_rank())))
     return with_own_store(config) if file == path else as_of_run(config, path, overrides)
 
 
@@ -245,13 +248,6 @@ def find_run(
     if config.base_model is None:
         raise BadInput(f"{path}: `model_shape` is only for `ratel plan`; no model was trained with this config")
     return config
-
-
-def _load(path: Path, log: RunLog, overrides: Sequence[str], *, is_own: bool) -> RunConfig:
-    loaded = load_config(path, overrides)
-    for notice in (each for each in loaded.notices if not (is_own and each.startswith(f"{path}:"))):
-        log.notice(notice)
-    return loaded.config
 
 
 class CachedProfile:

@@ -38,7 +38,10 @@ _LEAST_STEPS_DRAWN = 10
 
 def card_of(config: RunConfig, store: Store, *, step: int, log: RunLog) -> Card:
     """The card of a step of the config's run. A picture that cannot be drawn is left out, with a notice."""
-    steps = _steps(run_directory(config.output_dir) / METRICS_NAME, last_step=step)
+    try:
+        steps = read_history(run_directory(config.output_dir) / METRICS_NAME).up_to(step).steps
+    except OSError:
+        steps = ()
     origin = read_origin(config)
     return Card(
         name=(config.hub_model_id or os.path.abspath(config.output_dir)).rsplit("/", 1)[-1],
@@ -92,14 +95,6 @@ def _settings(config: RunConfig) -> dict[str, object]:
         if getattr(config, key) == RunConfig.model_fields[key].default and (key != "rl_beta" or config.rl is None)
     )
     return {key: values[key] for key in ordered if values[key] not in (None, []) and key not in left_out}
-
-
-def _steps(path: Path, *, last_step: int) -> Sequence[StepMetrics]:
-    """The steps in the file of metrics; none if it cannot be read."""
-    try:
-        return read_history(path).up_to(last_step).steps
-    except OSError:
-        return ()
 
 
 def _losses(steps: Sequence[StepMetrics]) -> Iterator[LossRow]:

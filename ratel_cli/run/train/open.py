@@ -97,7 +97,10 @@ def open_run(context: RunContext) -> OpenedRun:
     paths = config.storage.paths
     if not has_own_store(config):
         raise no_store(config)
-    base = read_base(_on_the_cpu(config) if context.device.type == "cpu" else config, context.log)
+    here, is_on_cpu = config, context.device.type == "cpu"
+    if is_on_cpu and config.attn_implementation.startswith("flash"):  # the store does not depend on it
+        here = config.model_copy(update={"attn_implementation": "sdpa"})
+    base = read_base(here, context.log)
     stores = open_stores(context, config)
     check_model(stores[0], config, base.model.spec, paths[0])
     return OpenedRun(context=context, base=base, stores=stores)
@@ -175,13 +178,6 @@ def sliced(slices: Sequence[Generation], spec: ModelSpec, pool: BufferPool, rank
     whole = JoinedGeneration(slices=slices, blocks=spec.stored_blocks, pool=pool)
     starts = [range_in(block, rank_slice)[0] for block in spec.blocks]
     return SlicedGeneration(whole=whole, starts=starts, blocks=spec.sliced(rank_slice).stored_blocks)
-
-
-def _on_the_cpu(config: RunConfig) -> RunConfig:
-    """The config with an attention kernel that the CPU has. The store does not depend on it."""
-    if not config.attn_implementation.startswith("flash"):
-        return config
-    return config.model_copy(update={"attn_implementation": "sdpa"})
 
 
 def write_export(run: OpenedRun, generation: Readable, output: Path, *, overwrite: bool) -> int:

@@ -220,7 +220,9 @@ class _Child:
             for line in lines:
                 self._take(json.loads(line))
             if not chunk:
-                self._end_of_output()
+                self._is_over = True
+                if not (self._has_failed or self._has_finished):
+                    self._fail("its process ended")
                 return
         if self._written < self._wanted and not self._input.closed:
             with suppress(OSError):  # full: a later step is written instead; broken: the output ends too
@@ -241,12 +243,6 @@ class _Child:
         if "failed" in event:
             self._fail(printable(str(event["failed"])))
         self._behind_since = None
-
-    def _end_of_output(self) -> None:
-        """The child has finished, or failed."""
-        self._is_over = True
-        if not (self._has_failed or self._has_finished):
-            self._fail("its process ended")
 
     def _fail(self, reason: str) -> None:
         self._has_failed = True
