@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from transformers.trainer_utils import align_special_tokens
 
 from ratel_cli.config.load import load_config
-from ratel_cli.run.inputs.tokenizer import tokenizer_files
+from ratel_cli.run.inputs.tokenizer import read_tokenizer, tokenizer_files
 from tests.e2e.conftest import MakeConfig, SignalAt
 from tests.e2e.runs import Config, assert_rejected, file_hash, ratel, works
 from tests.e2e.trained import TRAINED, WHOLE_OR_ADAPTER, OfEach, load_export, run_of_each
@@ -302,7 +302,7 @@ def test_a_run_and_its_export_stop_at_the_runs_end_token(base: Path, make_config
 
 def test_other_ends_of_turns_are_among_the_exports(base: Path, make_config: MakeConfig) -> None:
     config = load_config(make_config(eot_tokens=["<|assistant|>"])).config
-    files = tokenizer_files(config, base, AutoConfig.from_pretrained(base))
+    files = tokenizer_files(config, base, read_tokenizer(config, base, AutoConfig.from_pretrained(base)))
     end = AutoTokenizer.from_pretrained(base).convert_tokens_to_ids("<|assistant|>")
     assert files.special_tokens.other_ends == (end,)
 

@@ -140,4 +140,4 @@ def test_without_the_key_the_package_changes_nothing(
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", noting)
     config = make_config(base=mistral_base, special_tokens={"eos_token": "</s>"})
     works("check", config)
-    assert len(asked) >= 2 and not any(each is not False for each in asked)
+    assert asked == [False], "it is read once"

@@ -60,8 +60,8 @@ def outcomes_of(key: str) -> dict[RecordedOutcome, list[str]]:
 
 
 def changes_nothing(key: str, value: Plain) -> bool:
-    """Whether a key of other trainers with this value is as if it were not there: it is off or has its default, in each
-    that has the key."""
+    """Whether a key of other trainers with this value is as if it were not there, in each that has the key: it is a
+    switch that is off, a number whose 0 means off, or the default."""
     rows = [row for tool, row in _rows().get(key, ()) if tool != "torchtune"]  # its keys are never by themselves
     defaults = [_literal(row["default"]) for row in rows]
     values = [*defaults, *(json.loads(row["example"]) for row in rows)] if rows else [value]

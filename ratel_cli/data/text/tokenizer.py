@@ -62,10 +62,11 @@ class Tokenizer(Protocol):
 class NoTokenizer:
     """The tokenizer of a model without tokenizer files: only rows of token ids can be trained on."""
 
-    def __init__(self, reason: str, *, num_tokens: int) -> None:
-        """`reason` is why there is none, for the error; `num_tokens` the rows of the model's embedding."""
+    def __init__(self, reason: str, *, num_tokens: int = 0) -> None:
+        """`reason` is why there is none, for the error."""
         self._reason = reason
-        self._num_tokens = num_tokens
+        self.num_tokens = num_tokens
+        """The rows of the model's embedding, once they are known."""
         self.is_fast = False
         self.bos_token_id: int | None = None
         self.eos_token_id: int | None = None
@@ -91,7 +92,7 @@ class NoTokenizer:
         raise self.missing()
 
     def __len__(self) -> int:
-        return self._num_tokens
+        return self.num_tokens
 
     def __call__(self, *_arguments: object, **_options: object) -> Mapping[str, object]:
         raise self.missing()
@@ -103,7 +104,7 @@ class NoTokenizer:
         raise self.missing()
 
     def get_vocab(self) -> dict[str, int]:
-        return {"any token": self._num_tokens}
+        return {"any token": self.num_tokens}
 
 
 def num_ids(tokenizer: Tokenizer) -> int:

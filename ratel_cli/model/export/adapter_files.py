@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from ratel_cli.errors import BadInput, IntegrityFailure, excerpt, first_line
 from ratel_cli.json_fields import JsonFields
 from ratel_cli.model.export.export_layout import ExportLayout, split_into_shards, trained_tensor, whole_parameter
-from ratel_cli.model.export.merged_weights import AdaptedMatrix, output_lengths
+from ratel_cli.model.export.merged_weights import AdaptedMatrix, TrainedRows, output_lengths
 from ratel_cli.model.files.directory import ADAPTER_CONFIG_NAME, ADAPTER_WEIGHTS_NAME, trusted_file
 from ratel_cli.model.files.import_weights import WeightSource
 from ratel_cli.model.files.in_place import FileRanges, located_in
@@ -34,7 +34,7 @@ from ratel_cli.sizes import DtypeName
 
 with no_fetched_code():
     from peft import LoraConfig, PeftModel, get_peft_model_state_dict
-from ratel_cli.model.export.adapters import MAGNITUDES, NAME, TrainedRows, is_of_adapter, trained_parameters
+from ratel_cli.model.export.adapters import MAGNITUDES, NAME, is_of_adapter, trained_parameters
 
 
 class AdaptedSource:

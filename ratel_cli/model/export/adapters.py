@@ -16,7 +16,6 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from difflib import get_close_matches
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -26,8 +25,7 @@ from transformers.pytorch_utils import Conv1D
 from ratel_cli.errors import BadInput, excerpt, first_line
 from ratel_cli.io.views import VALUE_DTYPES
 from ratel_cli.model.cut.find_blocks import find_blocks
-from ratel_cli.model.export.merged_weights import AdaptedMatrix
-from ratel_cli.model.files.import_weights import WeightSource
+from ratel_cli.model.export.merged_weights import AdaptedMatrix, TrainedRows
 from ratel_cli.model.files.quantised_modules import QuantisedLinear
 from ratel_cli.model.values.adapter_settings import ALL_LINEAR, AdapterSettings, base_name, is_of_tokens
 from ratel_cli.model.values.fetched_code import no_fetched_code
@@ -351,28 +349,6 @@ def adapted_matrices(model: nn.Module, spec: ModelSpec) -> dict[str, AdaptedMatr
 def magnitudes_of(adapted: Mapping[str, AdaptedMatrix]) -> dict[str, AdaptedMatrix]:
     """By the name of the magnitudes: what they are the first lengths of."""
     return {each.magnitudes: each for each in adapted.values() if each.magnitudes is not None}
-
-
-class TrainedRows(NamedTuple):
-    """The rows of some tokens, which an adapter trains beside a frozen matrix."""
-
-    name: str
-    """What holds them, `[tokens, width]`."""
-    tokens: tuple[int, ...]
-    width: int
-    matrix: str
-    """The matrix in the model without the adapter."""
-    dtype: torch.dtype
-    """The dtype of the matrix."""
-
-    def read(self, base: WeightSource) -> torch.Tensor:
-        """The rows as they are in the base, in fp32, with which training begins."""
-        rows = [base.read(self.matrix, each * self.width, (each + 1) * self.width) for each in self.tokens]
-        return torch.stack(rows).to(self.dtype).float()
-
-    def put_into(self, matrix: torch.Tensor, rows: torch.Tensor) -> None:
-        """Put trained rows into the matrix, as PEFT's merge does."""
-        matrix.index_copy_(0, torch.tensor(self.tokens), rows.to(matrix.dtype))
 
 
 def trained_rows(spec: ModelSpec, tokens: tuple[int, ...]) -> tuple[TrainedRows, ...]:

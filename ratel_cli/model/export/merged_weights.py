@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
+from ratel_cli.model.files.import_weights import WeightSource
 from ratel_cli.model.files.stored_weights import StoredWeights
 
 
@@ -34,6 +36,28 @@ class AdaptedMatrix:
     num_experts: int = 0
     """Matrices of a stack `[experts, ...]`: `first` has theirs one after another, and `second` by turns; 0: it is the
     matrix of a linear layer."""
+
+
+class TrainedRows(NamedTuple):
+    """The rows of some tokens, which an adapter trains beside a frozen matrix."""
+
+    name: str
+    """What holds them, `[tokens, width]`."""
+    tokens: tuple[int, ...]
+    width: int
+    matrix: str
+    """The matrix in the model without the adapter."""
+    dtype: torch.dtype
+    """The dtype of the matrix."""
+
+    def read(self, base: WeightSource) -> torch.Tensor:
+        """The rows as they are in the base, in fp32, with which training begins."""
+        rows = [base.read(self.matrix, each * self.width, (each + 1) * self.width) for each in self.tokens]
+        return torch.stack(rows).to(self.dtype).float()
+
+    def put_into(self, matrix: torch.Tensor, rows: torch.Tensor) -> None:
+        """Put trained rows into the matrix, as PEFT's merge does."""
+        matrix.index_copy_(0, torch.tensor(self.tokens), rows.to(matrix.dtype))
 
 
 class MergedWeights:

@@ -11,6 +11,7 @@ import math
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -22,9 +23,9 @@ from ratel_cli.model.files.skeleton import build_skeleton
 from ratel_cli.sizes import NewTokensInit, Task
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class NewRows:
-    """What a vocabulary has beyond the base model's."""
+    """What a vocabulary has beyond the base model's. Without slots, since it remembers the shapes in the files."""
 
     base_config: PretrainedConfig
     """The configuration of the base model."""
@@ -45,10 +46,7 @@ class NewRows:
         """The shapes that the files have of the parameters with new rows, by all their names in `model`, which has
         these rows. Raises BadInput if something else depends on the number of tokens, or nothing does, or if the
         model's code cannot make them."""
-        base = self._base_model()
-        before = {name: tuple(each.shape) for name, each in base.state_dict().items()}
-        with torch.random.fork_rng(devices=[]):
-            self.make_room(base)
+        before = self._shapes_of_base
         changed = {name: each.shape for name, each in model.state_dict().items() if each.shape != before.get(name)}
         parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         for name, shape in changed.items():
@@ -57,6 +55,15 @@ class NewRows:
         if not changed:
             raise self._cannot_grow(model, "its embedding does not follow vocab_size of config.json")
         return {name: before[name] for name in changed}
+
+    @cached_property
+    def _shapes_of_base(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of all tensors of the base model, which can have the new rows. Raises BadInput."""
+        base = self._base_model()
+        before = {name: tuple(each.shape) for name, each in base.state_dict().items()}
+        with torch.random.fork_rng(devices=[]):
+            self.make_room(base)
+        return before
 
     def draw(self, read: Callable[[str], torch.Tensor]) -> dict[str, torch.Tensor]:
         """The new rows in fp32, by all names of the parameters. `read`: gives a whole parameter of the files, flat.
@@ -112,6 +119,6 @@ class NewRows:
 
     def _cannot_grow(self, model: PreTrainedModel, why: str) -> BadInput:
         return BadInput(
-            f"tokens: {type(model).__name__} cannot have more tokens: {why}",
-            "name tokens that the tokenizer has, or add them to the model beforehand",
+            f"{type(model).__name__} cannot have more tokens: {why}",
+            "name tokens that the tokenizer has, and no pad_vocab_to_multiple_of; or add them to the model beforehand",
         )

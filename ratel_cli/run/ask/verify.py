@@ -220,10 +220,10 @@ def _check_tokenizer(config: RunConfig, base: LanguageBase, *, is_changed: bool)
     """The row of the export's tokenizer; none if the run has none. `is_changed`: maybe by the user, since then."""
     own = without_tokenizer_keys(config)
     check = Check(what="tokenizer", num_bytes=0, checked="ids, special tokens, template", verdict="equal to the run's")
-    read = partial(read_tokenizer, model_config=base.config, num_embeddings=0, notice=lambda text: None)
-    wanted = read(config, base.directory)
+    wanted = base.read_tokenizer().tokenizer
     try:
-        is_same = tokenizer_hash(read(own, config.output_dir)) == tokenizer_hash(wanted)
+        found = read_tokenizer(own, config.output_dir, base.config).tokenizer
+        is_same = tokenizer_hash(found) == tokenizer_hash(wanted)
     except BadInput as error:
         return [replace(check, verdict=error.message, is_wrong=True)]
     if isinstance(wanted, NoTokenizer):

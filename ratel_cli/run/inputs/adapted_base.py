@@ -30,7 +30,6 @@ from ratel_cli.model.export.adapter_files import (
     read_adapter,
 )
 from ratel_cli.model.export.adapters import (
-    TrainedRows,
     adapted_matrices,
     base_spec,
     drawn_adapter,
@@ -43,7 +42,7 @@ from ratel_cli.model.export.card import Card
 from ratel_cli.model.export.checkpoint import CheckpointSource, install_buffers
 from ratel_cli.model.export.export_layout import ExportLayout
 from ratel_cli.model.export.export_weights import ExportFiles
-from ratel_cli.model.export.merged_weights import MergedWeights
+from ratel_cli.model.export.merged_weights import MergedWeights, TrainedRows
 from ratel_cli.model.export.sidecars import AdapterSidecars, BaseSidecars
 from ratel_cli.model.files.directory import ADAPTER_WEIGHTS_NAME, has_weights
 from ratel_cli.model.files.import_weights import WeightSource
@@ -227,6 +226,7 @@ class AdaptedBase(LanguageBase):
             attention=self.attention,
             model=model,
             new_rows=self.new_rows,
+            read_tokenizer=self.read_tokenizer,
         )
         source = CheckpointSource(self.directory, model.skeleton, model.spec, new_rows=self.new_rows)
         resources.enter_context(source)

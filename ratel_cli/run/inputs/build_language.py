@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -11,7 +12,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from ratel_cli.config.keys.schema import RunConfig
 from ratel_cli.console import RunLog
-from ratel_cli.data.text.tokenizer import num_ids
+from ratel_cli.data.text.tokenizer import Tokenizer, num_ids
 from ratel_cli.errors import BadInput
 from ratel_cli.model.cut.decoder import DecoderModel
 from ratel_cli.model.cut.find_blocks import find_blocks
@@ -26,7 +27,7 @@ from ratel_cli.model.values.rate_groups import RateGroups
 from ratel_cli.model.values.spec import ModelSpec
 from ratel_cli.run.inputs.language_base import LanguageBase
 from ratel_cli.run.inputs.settings import rules_in
-from ratel_cli.run.inputs.tokenizer import read_tokenizer
+from ratel_cli.run.inputs.tokenizer import RunTokenizer, read_tokenizer
 from ratel_cli.sizes import Task
 from ratel_cli.units import align_up
 
@@ -52,13 +53,14 @@ def build_language_base(config: RunConfig, task: Task | None = None) -> Language
     labels = classes_of(model_config, config.labels) if task == "classification" else ()
     if labels:
         name_classes(model_config, labels)
-    new_rows, tokens = _grown(config, directory, model_config, task)
+    tokenizer = cache(partial(read_tokenizer, config, directory, model_config))
+    new_rows, tokens = _grown(config, tokenizer, model_config, task) if config.can_grow else (None, ())
     if new_rows is not None:
         model_config = new_rows.config
     attention = supported_attention(model_config, config.attn_implementation, task)
     skeleton = build_skeleton(model_config, dtype=config.dtype, attn_implementation=attention, task=task)
     if config.task == "classification":
-        _name_padding(skeleton, config, directory)
+        _name_padding(skeleton, tokenizer().tokenizer)
     name, gradient_dtype = Path(config.base_model).name, config.resolved_gradient_dtype
     make: Callable[..., LanguageBase] = LanguageBase
     if config.adapter is None:
@@ -94,6 +96,7 @@ def build_language_base(config: RunConfig, task: Task | None = None) -> Language
         model=model,
         labels=labels,
         new_rows=new_rows,
+        read_tokenizer=tokenizer,
     )
     if config.base_storage == "in_place":
         model.spec = _left_in_files(base, config)
@@ -101,13 +104,11 @@ def build_language_base(config: RunConfig, task: Task | None = None) -> Language
 
 
 def _grown(
-    config: RunConfig, directory: Path, model_config: PretrainedConfig, task: Task
+    config: RunConfig, read: Callable[[], RunTokenizer], model_config: PretrainedConfig, task: Task
 ) -> tuple[NewRows | None, tuple[int, ...]]:
     """The rows that the vocabulary of the run has beyond the base model's, if it has some, and the tokens that the run
     names or that read one of these rows. Raises BadInput."""
-    if not config.can_grow:
-        return None, ()
-    tokenizer = read_tokenizer(config, directory, model_config, num_embeddings=0, notice=lambda text: None)
+    tokenizer = read().tokenizer
     known = tokenizer.get_vocab()
     num_before = getattr(text_config(model_config), "vocab_size", num_ids(tokenizer))
     named = {known[each] for each in (*config.tokens, *config.new_special_tokens)}
@@ -119,14 +120,13 @@ def _grown(
     return new, tokens
 
 
-def _name_padding(skeleton: PreTrainedModel, config: RunConfig, directory: Path) -> None:
-    """Let a classifier know the padding of the run, behind which it does not look. Raises BadInput.
+def _name_padding(skeleton: PreTrainedModel, tokenizer: Tokenizer) -> None:
+    """Let a classifier know the padding of the run, behind which it does not look.
 
     As transformers' Trainer does it, when the model is made: so an embedding learns the row of a padding token that the
     model's files do not name.
     """
     text = text_config(skeleton.config)
-    tokenizer = read_tokenizer(config, directory, skeleton.config, num_embeddings=0, notice=lambda text: None)
     known = (tokenizer.pad_token_id, getattr(text, "pad_token_id", None), 0)  # 0: of a plan without a tokenizer
     text.pad_token_id = next(each for each in known if each is not None)
 

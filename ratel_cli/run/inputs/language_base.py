@@ -5,10 +5,10 @@ Invariant: what training cannot use is rejected by name before it begins.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -24,7 +24,7 @@ from ratel_cli.model.cut.probe import special_tokens
 from ratel_cli.model.export.checkpoint import CheckpointSource, install_buffers, persistent_buffers
 from ratel_cli.model.export.export_layout import ExportLayout, layout_of_model
 from ratel_cli.model.export.reload import load_language_model
-from ratel_cli.model.export.sidecars import BaseSidecars, check_sidecars
+from ratel_cli.model.export.sidecars import BaseSidecars, TokenizerFiles, check_sidecars
 from ratel_cli.model.files.import_weights import WeightSource
 from ratel_cli.model.files.initialise import RandomSource
 from ratel_cli.model.files.new_rows import NewRows
@@ -34,7 +34,7 @@ from ratel_cli.model.files.quantised_model import packed_names
 from ratel_cli.model.values.flash_attention import require_deterministic
 from ratel_cli.run.inputs.base import Base, Weights
 from ratel_cli.run.inputs.settings import quantised_form
-from ratel_cli.run.inputs.tokenizer import tokenizer_files
+from ratel_cli.run.inputs.tokenizer import RunTokenizer, read_tokenizer, tokenizer_files
 from ratel_cli.run.inputs.unused_parts import unused_parts
 from ratel_cli.units import counted
 
@@ -54,6 +54,8 @@ class LanguageBase(Base):
     attention: str
     """The attention kernel that is used."""
     model: DecoderModel
+    read_tokenizer: Callable[[], RunTokenizer]
+    """Reads the run's tokenizer the first time. Raises BadInput."""
     labels: tuple[str, ...] = ()
     """The names of a classifier's classes."""
     new_rows: NewRows | None = None
@@ -97,7 +99,11 @@ class LanguageBase(Base):
 
     def sidecars(self, config: RunConfig) -> BaseSidecars:
         """See Base."""
-        files = cache(partial(tokenizer_files, config, self.directory, self.config))
+
+        @cache
+        def files() -> TokenizerFiles:  # not of the tokenizer that the run has used
+            return tokenizer_files(config, self.directory, read_tokenizer(config, self.directory, self.config))
+
         return BaseSidecars(base_dir=self.directory, tokenizer=files)
 
     def open_export(self, directory: Path, resources: ExitStack) -> WeightSource:

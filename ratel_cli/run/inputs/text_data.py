@@ -33,7 +33,7 @@ from ratel_cli.run.files.user_cache import user_cache_directory
 from ratel_cli.run.inputs.base import ReadData
 from ratel_cli.run.inputs.language_base import LanguageBase
 from ratel_cli.run.inputs.records import records
-from ratel_cli.run.inputs.tokenizer import read_stop_ids, read_tokenizer, tokenizer_files
+from ratel_cli.run.inputs.tokenizer import read_stop_ids, tokenizer_files
 from ratel_cli.units import align_up
 
 
@@ -42,7 +42,7 @@ def prepare_texts(config: RunConfig, base: LanguageBase, errors: ErrorList, log:
     tokenizer = errors.attempt(("base_model",), lambda: read_fitting_tokenizer(config, base, log))
     if tokenizer is not None:
         # That the export will have.
-        errors.attempt(("base_model",), lambda: tokenizer_files(config, base.directory, base.config))
+        errors.attempt(("base_model",), lambda: tokenizer_files(config, base.directory, base.read_tokenizer()))
         errors.attempt(("eot_tokens",), lambda: read_stop_ids(config, base.directory, base.config, tokenizer))
     errors.attempt(("sequence_len",), lambda: check_positions(config.sequence_len, base.model, base.config, log))
     errors.attempt(("sequence_len",), lambda: _check_row_length(config.sequence_len, base.model, base.config))
@@ -189,7 +189,7 @@ def read_fitting_tokenizer(config: RunConfig, base: LanguageBase, log: RunLog) -
     """The tokenizer of the run. Those of its tokens that Ratel itself puts into rows have a row in the model's
     embedding. Raises BadInput."""
     rows = base.model.spec.vocab_size
-    tokenizer = read_tokenizer(config, base.directory, base.config, num_embeddings=rows, notice=log.notice)
+    tokenizer = base.read_tokenizer().for_rows(rows, log.notice)
     if (most := num_ids(tokenizer)) > rows:
         log.notice(
             f"the tokenizer has ids 0 to {most - 1}, but the model's embedding has only {rows} rows: rows of data "

@@ -11,6 +11,7 @@ import json
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
 
@@ -52,19 +53,25 @@ _OWN, _FALLBACK = "tokenizer_default", "tokenizer_default_fallback_"
 _MAP_FILE = "special_tokens_map.json"
 
 
-def read_tokenizer(
-    config: RunConfig,
-    base_dir: Path,
-    model_config: PretrainedConfig,
-    *,
-    num_embeddings: int,
-    notice: Callable[[str], None],
-) -> Tokenizer:
-    """The tokenizer of a run. Without tokenizer files, one that only token ids do not need.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunTokenizer:
+    """The tokenizer of a run, as it was read."""
 
-    Raises BadInput if the files, the chat template or the special tokens cannot be used.
-    """
-    return _read(config, base_dir, model_config, num_embeddings=num_embeddings, notice=notice)[0]
+    tokenizer: Tokenizer
+    special: Mapping[str, str] = field(default_factory=dict)
+    """The special tokens that are not those of the files."""
+    template: str | None = None
+    """The chat template that is not that of the files."""
+    notices: tuple[str, ...] = ()
+    """What is worth knowing about it."""
+
+    def for_rows(self, num_embeddings: int, notice: Callable[[str], None]) -> Tokenizer:
+        """Return the tokenizer for a model whose embedding has this many rows, with all notices about it."""
+        for each in self.notices:
+            notice(each)
+        if isinstance(self.tokenizer, NoTokenizer):
+            self.tokenizer.num_tokens = num_embeddings
+        return self.tokenizer
 
 
 def without_tokenizer_keys(config: RunConfig) -> RunConfig:
@@ -76,21 +83,17 @@ def without_tokenizer_keys(config: RunConfig) -> RunConfig:
     return config.model_copy(update={key: RunConfig.model_fields[key].default for key in keys})
 
 
-def _read(
-    config: RunConfig,
-    base_dir: Path,
-    model_config: PretrainedConfig,
-    *,
-    num_embeddings: int,
-    notice: Callable[[str], None],
-) -> tuple[Tokenizer, dict[str, str]]:
-    """See `read_tokenizer`; and the special tokens that are not those of the files."""
+def read_tokenizer(config: RunConfig, base_dir: Path, model_config: PretrainedConfig) -> RunTokenizer:
+    """Read the tokenizer of a run. Without tokenizer files it is one that only token ids do not need.
+
+    Raises BadInput if the files, the chat template or the special tokens cannot be used.
+    """
     if config.tokenizer_use_mistral_common:
-        return _mistral_tokenizer(base_dir), {}
+        return RunTokenizer(tokenizer=_mistral_tokenizer(base_dir))
     if not any(next(base_dir.glob(pattern), None) for pattern in VOCABULARY_FILES):
         if config.chat_template or config.chat_template_jinja or config.special_tokens or config.can_grow:
             raise BadInput(f"{base_dir}: no usable tokenizer: there are no tokenizer files")
-        return NoTokenizer(f"{base_dir} has no tokenizer files", num_tokens=num_embeddings), {}
+        return RunTokenizer(tokenizer=NoTokenizer(f"{base_dir} has no tokenizer files"))
     found = _loaded(base_dir, model_config)
     if config.added_tokens_overrides:
         with tempfile.TemporaryDirectory() as directory:
@@ -99,16 +102,18 @@ def _read(
             found = _loaded(Path(directory), model_config)
     _add_tokens(found, config)
     tokenizer, known = cast(Tokenizer, found), found.get_vocab()
-    special = _special_tokens(config, tokenizer, known, notice)
+    notices = list[str]()
+    special = _special_tokens(config, tokenizer, known, notices.append)
     if special:  # as if the files named them: what is one of them is found in texts before anything else
         found.add_special_tokens({**special})
-    template = _template(config, has_own=has_chat_template(tokenizer), notice=notice)
+    template = _template(config, has_own=has_chat_template(tokenizer), notice=notices.append)
     if template is not None:
         tokenizer.chat_template = template
         for mark in _MARKS.get(config.chat_template or "", ()):
             if mark not in known:
-                notice(f"chat_template: {config.chat_template}: the tokenizer has no token {mark}; it becomes several")
-    return tokenizer, special
+                words = f"the tokenizer has no token {mark}; it becomes several"
+                notices.append(f"chat_template: {config.chat_template}: {words}")
+    return RunTokenizer(tokenizer=tokenizer, special=special, template=template, notices=tuple(notices))
 
 
 def _loaded(directory: Path, model_config: PretrainedConfig) -> PreTrainedTokenizerBase:
@@ -229,12 +234,13 @@ def _special_tokens(
     return special
 
 
-def tokenizer_files(config: RunConfig, base_dir: Path, model_config: PretrainedConfig) -> TokenizerFiles:
-    """What an export has of the run's tokenizer. Raises BadInput.
+def tokenizer_files(config: RunConfig, base_dir: Path, read: RunTokenizer) -> TokenizerFiles:
+    """What an export has of the run's tokenizer, which was `read` and has not been used: it may save what it was last
+    called with. Raises BadInput.
 
     No file is changed unless the config names a chat template or special tokens, or a classifier needs padding.
     """
-    tokenizer, special = _read(config, base_dir, model_config, num_embeddings=0, notice=lambda text: None)
+    tokenizer, template = read.tokenizer, read.template
     is_other = config.tokens or config.new_special_tokens or config.added_tokens_overrides
     changed: dict[str, str] = _saved(tokenizer) if is_other else {}
     configs = {
@@ -245,12 +251,10 @@ def tokenizer_files(config: RunConfig, base_dir: Path, model_config: PretrainedC
         else {}
         for name in (TOKENIZER_CONFIG_NAME, _MAP_FILE)
     }
-    has_own = (base_dir / TEMPLATE_NAME).exists() or "chat_template" in configs[TOKENIZER_CONFIG_NAME]
-    template = _template(config, has_own=has_own, notice=lambda text: None)
     if template is not None:
         changed[TEMPLATE_NAME] = template
     for name, values in configs.items():
-        new = values | special
+        new = {**values, **read.special}
         if template is not None:
             new.pop("chat_template", None)
         if new != values and (values or name == TOKENIZER_CONFIG_NAME):

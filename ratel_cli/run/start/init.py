@@ -199,7 +199,7 @@ def _look_at_model(text: StartingText, log: RunLog, *, has_data: bool) -> _Model
         config = text.config
     spec = describe_model(config.model_copy(update={"base_model": str(directory)}), name=directory.name, log=log).spec
     model_config = read_model_config(directory, config.task)
-    tokenizer = read_tokenizer(config, directory, model_config, num_embeddings=spec.vocab_size, notice=log.notice)
+    tokenizer = read_tokenizer(config, directory, model_config).for_rows(spec.vocab_size, log.notice)
     return _Model(directory=directory, config=model_config, tokenizer=tokenizer, spec=spec)
 
 
@@ -223,8 +223,8 @@ def _look_at_data(text: StartingText, model: _Model, log: RunLog) -> list[DataSk
     sources = sources_of(text.config, text.config.datasets, labels)
     if any(needs_template(source, tokenizer) for source in sources):
         text.choose("chat_template", "chatml", "the tokenizer has no chat template of its own")
-        rows = model.spec.vocab_size
-        tokenizer = read_tokenizer(text.config, model.directory, model.config, num_embeddings=rows, notice=log.notice)
+        read = read_tokenizer(text.config, model.directory, model.config)
+        tokenizer = read.for_rows(model.spec.vocab_size, log.notice)
     sketches = [sketch_data(source, tokenizer, notice=lambda line: None) for source in sources]
     chosen = [replace(each.source, labels=None if own else each.source.labels) for each in sketches]
     text.choose("datasets", list(map(_written, chosen)), "; ".join(sketch.described for sketch in sketches))
