@@ -33,7 +33,10 @@ def check_rows(source: RowSource, *, knows_type: bool, open_bar: OpenBar = no_ba
             reject = row if isinstance(row, Reject) else None
             if isinstance(row, Row) and knows_type:
                 formats = formats or _formats(source.source, row)
-                reject = _reject(row, formats)
+                tried = [unless_unusable(partial(each.draft, row.record)) for each in formats]
+                reasons = [str(each) for each in tried if isinstance(each, Unusable)]
+                if len(reasons) == len(tried):  # it cannot be used in any of them
+                    reject = Reject(file=row.file, line=row.line, reason=reasons[0])
             num_rows += 1
             if reject is not None:
                 num_rejected += 1
@@ -47,10 +50,3 @@ def _formats(source: DatasetSource, row: Row) -> list[RowFormat]:
     with suppress(BadInput):
         found.append(decide_format(source, row.record, has_chat_template=False))
     return found
-
-
-def _reject(row: Row, formats: list[RowFormat]) -> Reject | None:
-    """Why the row cannot be used; None if it can be in one of the formats."""
-    tried = [unless_unusable(partial(each.draft, row.record)) for each in formats]
-    reasons = [str(each) for each in tried if isinstance(each, Unusable)]
-    return Reject(file=row.file, line=row.line, reason=reasons[0]) if len(reasons) == len(tried) else None

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 
 from ratel_cli.data.files.lines import json_name
 from ratel_cli.data.files.media import is_media
-from ratel_cli.data.files.remarks import Remark
 from ratel_cli.data.text.chat_child import ChatMessage
 from ratel_cli.data.text.drafts import ChatDraft, TrainOnEos, Unusable, of_type
 from ratel_cli.errors import printable
@@ -86,13 +85,20 @@ class TurnOptions:
         self, record: Mapping[str, object], messages: list[ChatMessage], *, completion_from: int | None = None
     ) -> ChatDraft:
         """The conversation of a row with its marks of loss. Raises Unusable."""
-        remarks = self._remarks(messages)
-        tools, variables = tools_in(record, self.tools), _variables_in(record)
-        muted = self._pop_muted(messages)
+        # Keys of messages that say in other tools which of them have loss, and that are not read.
+        keys = {key for message in messages for key in _MASK_KEYS if key in message} - {self.training_key}
+        remarks = tuple(("key", f"{key}; {_MASK_KEYS[key].format(key)}") for key in sorted(keys))
+        # What else the chat template gets for this row: an object, or its JSON text.
+        found = _structured(record, _VARIABLES)
+        variables = {} if found is None else of_type(found, dict, f"{_VARIABLES!r} must be an object")
+        muted: tuple[int, ...] = ()
+        if self.training_key != _WEIGHT:  # of OpenAI, which are taken out
+            weights = [message.pop(_WEIGHT, 1) for message in messages]
+            muted = tuple(at for at, weight in enumerate(weights) if weight == 0)
         has_mute_answers = any(messages[index]["role"] == "assistant" for index in muted)
         draft = ChatDraft(
             messages=messages,
-            tools=tools,
+            tools=tools_in(record, self.tools),
             variables=variables,
             completion_from=completion_from,
             muted=muted,
@@ -114,18 +120,6 @@ class TurnOptions:
             if (message["role"] in roles if flag is None else flag) and index not in muted:
                 trained.append(index)
         return tuple(trained)
-
-    def _remarks(self, messages: list[ChatMessage]) -> tuple[Remark, ...]:
-        """Keys of messages that say in other tools which of them have loss, and that are not read."""
-        keys = {key for message in messages for key in _MASK_KEYS if key in message} - {self.training_key}
-        return tuple(("key", f"{key}; {_MASK_KEYS[key].format(key)}") for key in sorted(keys))
-
-    def _pop_muted(self, messages: list[ChatMessage]) -> tuple[int, ...]:
-        """Take OpenAI's weights out of messages. Returns the messages whose weight is 0."""
-        if self.training_key == _WEIGHT:
-            return ()
-        weights = [message.pop(_WEIGHT, 1) for message in messages]
-        return tuple(at for at, weight in enumerate(weights) if weight == 0)
 
 
 def conversation(record: dict[str, object], column: str, options: TurnOptions) -> ChatDraft:
@@ -198,12 +192,6 @@ def messages_in(
     if not (listed := of_type(turns, list, f"{printable(column)!r} must be an array of messages")):
         raise Unusable("the conversation has no messages")
     return [_message(turn, f"message {index + 1}", options) for index, turn in enumerate(listed)]
-
-
-def _variables_in(record: Mapping[str, object]) -> Mapping[str, object]:
-    """What else the chat template gets for this row: an object, or its JSON text. Raises Unusable."""
-    found = _structured(record, _VARIABLES)
-    return {} if found is None else of_type(found, dict, f"{_VARIABLES!r} must be an object")
 
 
 def tools_in(record: Mapping[str, object], column: str) -> list[object] | None:

@@ -67,18 +67,14 @@ def record_model(config: RunConfig, hardware: HardwareProfile, log: RunLog, *, r
     profile = _measured(config, model, hardware, log)
     report_other_load(meter, log)
     claim_output(config)
-    _write(config, cache, model.spec, profile)
-    log.say(f"wrote {cache.path}; `ratel plan` and `ratel finetune` use it")
-    return _costs(config, model.spec, hardware, profile)
-
-
-def _write(config: RunConfig, cache: CachedProfile, spec: ModelSpec, profile: ModelProfile) -> None:
     try:
         list_run_files(config.output_dir, [MODEL_NAME])
         cache.path.parent.mkdir(parents=True, exist_ok=True)
-        write_run_file(cache.path, json.dumps(cache.content(spec, profile), indent=2) + "\n")
+        write_run_file(cache.path, json.dumps(cache.content(model.spec, profile), indent=2) + "\n")
     except OSError as error:
         raise EnvironmentFailure(f"{cache.path}: cannot be written: {error.strerror}") from error
+    log.say(f"wrote {cache.path}; `ratel plan` and `ratel finetune` use it")
+    return _costs(config, model.spec, hardware, profile)
 
 
 def _costs(config: RunConfig, spec: ModelSpec, hardware: HardwareProfile, profile: ModelProfile) -> ModelCosts:

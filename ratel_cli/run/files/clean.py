@@ -104,8 +104,11 @@ def find_left_files(config: RunConfig, extent: Extent) -> LeftFiles:
     if is_run_output(config.output_dir):
         _reject_lost_store(config)
     found = _Found()
+    # Where a store was, and its record is left of it, deleting it was interrupted.
     places = [
-        place for place in _own_stores(config, found.kept, extent) if _is_store(place) or _was_store(config, place)
+        place
+        for place in _own_stores(config, found.kept, extent)
+        if _is_store(place) or (not os.path.lexists(place / DATA_FILE_NAME) and _is_recorded(config, [place]))
     ]
     found.files += _own(config, (RESHARDING_NAME, NEW_RESHARDING_NAME))
     if extent != "store":
@@ -300,11 +303,6 @@ def _is_store(directory: Path) -> bool:
         return _is_regular(path) and not read_header(path).is_foreign
     except RatelError:
         return False
-
-
-def _was_store(config: RunConfig, directory: Path) -> bool:
-    """Whether the run's store was here, and its record is left of it: deleting it was interrupted."""
-    return not os.path.lexists(directory / DATA_FILE_NAME) and _is_recorded(config, [directory])
 
 
 def _regular(directory: Path, names: Sequence[str]) -> list[Path]:

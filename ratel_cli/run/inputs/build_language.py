@@ -12,7 +12,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from ratel_cli.config.keys.schema import RunConfig
 from ratel_cli.console import RunLog
-from ratel_cli.data.text.tokenizer import Tokenizer, num_ids
+from ratel_cli.data.text.tokenizer import num_ids
 from ratel_cli.errors import BadInput
 from ratel_cli.model.cut.decoder import DecoderModel
 from ratel_cli.model.cut.find_blocks import find_blocks
@@ -60,7 +60,11 @@ def build_language_base(config: RunConfig, task: Task | None = None) -> Language
     attention = supported_attention(model_config, config.attn_implementation, task)
     skeleton = build_skeleton(model_config, dtype=config.dtype, attn_implementation=attention, task=task)
     if config.task == "classification":
-        _name_padding(skeleton, tokenizer().tokenizer)
+        # A classifier does not look behind the padding of the run. As transformers' Trainer does it, it is named when
+        # the model is made: so an embedding learns the row of a padding token that the model's files do not name.
+        text = text_config(skeleton.config)
+        known = (tokenizer().tokenizer.pad_token_id, getattr(text, "pad_token_id", None), 0)  # 0: without a tokenizer
+        text.pad_token_id = next(each for each in known if each is not None)
     name, gradient_dtype = Path(config.base_model).name, config.resolved_gradient_dtype
     make: Callable[..., LanguageBase] = LanguageBase
     if config.adapter is None:
@@ -118,17 +122,6 @@ def _grown(
         return None, tokens
     new = NewRows(base_config=model_config, num_rows=num_rows, init=config.new_tokens_init, seed=config.seed, task=task)
     return new, tokens
-
-
-def _name_padding(skeleton: PreTrainedModel, tokenizer: Tokenizer) -> None:
-    """Let a classifier know the padding of the run, behind which it does not look.
-
-    As transformers' Trainer does it, when the model is made: so an embedding learns the row of a padding token that the
-    model's files do not name.
-    """
-    text = text_config(skeleton.config)
-    known = (tokenizer.pad_token_id, getattr(text, "pad_token_id", None), 0)  # 0: of a plan without a tokenizer
-    text.pad_token_id = next(each for each in known if each is not None)
 
 
 def _left_in_files(base: LanguageBase, config: RunConfig) -> ModelSpec:

@@ -126,7 +126,11 @@ def starting_config(text: StartingText, model: str | None, data: Sequence[str], 
     if not has_data:
         rows.append(("data", f"not given; replace {DATA_PLACEHOLDER} in {output}"))
     _choose_length(text, found, sketches)
-    _choose_epochs(text, sketches)
+    if "max_steps" not in text.given:
+        num_tokens = sum(sketch.num_tokens for sketch in sketches)
+        is_large = num_tokens > _MANY_TOKENS or not all(sketch.is_whole for sketch in sketches)
+        comment = f"one of them has about {format_count(num_tokens)} tokens" if num_tokens else ""
+        text.choose("num_epochs", 1 if is_large or text.config.rl is not None else 3, comment)
     chosen = _choose_run(text, found, sketches, log)
     rate, usual = _USUAL_RATES[chosen.text.config.adapter, chosen.text.config.rl is not None]
     chosen.text.choose("learning_rate", rate, f"usual for {usual}")
@@ -246,14 +250,6 @@ def _choose_length(text: StartingText, model: _Model | None, sketches: Sequence[
     longer = sum(length > chosen for length in lengths)
     comment = f"of {len(lengths)} samples looked at, the longest has {max(lengths)} tokens"
     text.choose("sequence_len", chosen, comment + (f"; {longer} would be truncated" if longer else ""))
-
-
-def _choose_epochs(text: StartingText, sketches: Sequence[DataSketch]) -> None:
-    num_tokens = sum(sketch.num_tokens for sketch in sketches)
-    if "max_steps" not in text.given:
-        is_large = num_tokens > _MANY_TOKENS or not all(sketch.is_whole for sketch in sketches)
-        comment = f"one of them has about {format_count(num_tokens)} tokens" if num_tokens else ""
-        text.choose("num_epochs", 1 if is_large or text.config.rl is not None else 3, comment)
 
 
 def _choose_step(

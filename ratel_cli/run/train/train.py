@@ -197,7 +197,10 @@ class Training(Closing):
                 self._warnings.note(metrics)
                 self._trackers.report(self._store.progress.step)
                 panel.show_work(None)
-                self._show_evaluation(panel, metrics, loop.best)
+                if metrics.eval_loss is not None:
+                    panel.show_evaluation(metrics.step, metrics.eval_loss, best_step=loop.best.step)
+                    found = metrics.eval_loss, metrics.eval_accuracy, metrics.eval_preferences
+                    self._log.say(evaluation_line(metrics.step, *found, best_step=loop.best.step))
                 # A step that was clipped leaves its update to the next one.
                 is_overlapped = not loop.is_committed and loop.has_computed
                 is_typical = is_overlapped and previous is not None and previous.clipped == metrics.clipped
@@ -229,13 +232,6 @@ class Training(Closing):
             )
             failure.reported_by = 0
             raise failure
-
-    def _show_evaluation(self, panel: Panel, metrics: StepMetrics, best: BestSoFar) -> None:
-        if metrics.eval_loss is None:
-            return
-        panel.show_evaluation(metrics.step, metrics.eval_loss, best_step=best.step)
-        found = metrics.eval_loss, metrics.eval_accuracy, metrics.eval_preferences
-        self._log.say(evaluation_line(metrics.step, *found, best_step=best.step))
 
     @property
     def _metric_words(self) -> str:
