@@ -20,7 +20,7 @@ from ratel_cli.io.queue import IoQueue, depth_for, open_queue
 from ratel_cli.library.settings import OWN_LOOP
 from ratel_cli.run.context import RunContext
 from ratel_cli.run.train.space import SNAPSHOT_SLOTS
-from ratel_cli.store.copy import copy_generation
+from ratel_cli.store.fill import Copied
 from ratel_cli.store.layout import Geometry
 from ratel_cli.store.open import stored_identity
 from ratel_cli.store.store import Store, StoreIdentity
@@ -37,8 +37,8 @@ def is_snapshot(identity: StoreIdentity) -> bool:
 def write_snapshot(context: RunContext, store: Store, directories: Sequence[Path]) -> None:
     """Copy the store's current generation into `directories`, and return when it is durable.
 
-    Raises BadInput if they hold anything but a snapshot of this store, and what `Store.create` and `copy_generation`
-    raise; the snapshot before stays valid then.
+    Raises BadInput if they hold anything but a snapshot of this store, and what `Store.create` and `fill` raise;
+    the snapshot before stays valid then.
     """
     config, notice = context.config, context.log.notice
     for directory in directories:
@@ -52,20 +52,12 @@ def write_snapshot(context: RunContext, store: Store, directories: Sequence[Path
     data_hash = f"{_SNAPSHOT_OF}{store.store_id.hex()}"
     # A queue of its own: a drive that hangs breaks only this one, and not that of training.
     with open_queue(config.storage.engine, notice=notice, depth=depth_for(len(directories))) as queue:
-        is_new = not Store.exists(directories)
-        if is_new:
-            target = _made(context, store, directories, queue, replace(store.identity, data_hash=data_hash))
-        else:
+        if Store.exists(directories):
             target = _found(context, directories, queue, data_hash)
+        else:
+            target = _made(context, store, directories, queue, replace(store.identity, data_hash=data_hash))
         with target:
-            if not is_new:
-                target.begin_step()
-            source = store.current()
-            with context.bar("copying the snapshot", store.generation_bytes) as advance:
-                copy_generation(source, target.shadow(), context.pool, progress=advance)
-            commit = target.commit_import if is_new else target.commit
-            commit(source.progress)
-    context.pool.trim()
+            context.fill(target, Copied(store.current()), "copying the snapshot")
 
 
 def _made(

@@ -12,11 +12,11 @@ from dataclasses import replace
 
 from ratel_cli.errors import BadInput
 from ratel_cli.library.snapshots import is_snapshot
-from ratel_cli.model.files.import_weights import WeightSource
+from ratel_cli.model.files.import_weights import WeightSource, imported_weights
 from ratel_cli.model.values.spec import ModelSpec
 from ratel_cli.run.context import RunContext
 from ratel_cli.run.inputs.settings import new_geometry
-from ratel_cli.run.train.store import import_base
+from ratel_cli.run.train.branch import beginning
 from ratel_cli.store.open import StoreMismatch, stored_identity
 from ratel_cli.store.store import Store, StoreIdentity
 
@@ -55,6 +55,5 @@ def new_state(
     store = context.resources.enter_context(
         Store.create(config.storage.paths, geometry, identity=identity, queue=context.queue, notice=context.log.notice)
     )
-    with context.bar("importing weights", spec.num_stored) as advance:
-        import_base(spec, source, store, context.pool, progress=advance)
+    context.fill(store, imported_weights(spec, source, beginning()), "importing weights")
     return store

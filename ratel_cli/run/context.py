@@ -26,6 +26,7 @@ from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.pinning import GpuPinning
 from ratel_cli.io.queue import IoQueue, depth_for, open_queue
 from ratel_cli.progress import Advance, OpenBar
+from ratel_cli.store.fill import StateSource, fill
 from ratel_cli.store.store import Store, StoreIdentity
 from ratel_cli.training.stopping import StopRequest
 
@@ -84,6 +85,12 @@ class RunContext:
     def bar(self, what: str, total: float) -> AbstractContextManager[Advance]:
         """`stoppable_bar` with the run's log and signals."""
         return stoppable_bar(self.log, self.stop, what, total)
+
+    def fill(self, store: Store, source: StateSource, what: str) -> None:
+        """Write `source` as the store's next generation, and commit it; `what` is the bar's text. See `store.fill`."""
+        with self.bar(what, store.generation_bytes) as advance:
+            fill(store, source, self.pool, progress=advance)
+        self.pool.trim()
 
 
 @contextmanager

@@ -129,7 +129,6 @@ class Store(Closing):
         if geometry.list_bytes:
             load = partial(_read_list, self._files, geometry.frozen) if base_files is None else lambda: base_files
             self._reader = BaseFilesReader(load, queue, notice)
-        is_import = manifest.generation == 0
         place = RegionPlace(
             files=self._files,
             shape=geometry.frozen,
@@ -139,12 +138,12 @@ class Store(Closing):
         )
         frozen = (
             OpenRegion.to_write(place, name=_FROZEN, step=FROZEN_STEP)
-            if is_import
+            if self.is_new
             else OpenRegion(place, name=_FROZEN, root=manifest.frozen_checksum)
         )
         self._regions = StoreRegions(files=self._files, geometry=geometry, store_id=manifest.store_id, frozen=frozen)
         self._held: list[Generation] = []
-        self._phase = _Phase.IMPORTING if is_import else _Phase.READY
+        self._phase = _Phase.IMPORTING if self.is_new else _Phase.READY
         self._current = self._generation(manifest.current)
         self._shadow = self._new_shadow(manifest.slot, step=0)
 
@@ -231,6 +230,11 @@ class Store(Closing):
         An import that was never committed is not a store.
         """
         return existing_store([read_header(path / DATA_FILE_NAME) for path in check_directories(paths)]) is not None
+
+    @property
+    def is_new(self) -> bool:
+        """True if no generation was committed yet."""
+        return self._commits.manifest.generation == 0
 
     @property
     def progress(self) -> Progress:
@@ -492,7 +496,7 @@ class Store(Closing):
 
     def _new_shadow(self, slot: int, *, step: int) -> Shadow:
         entry = replace(self._commits.manifest.current, slot=slot)
-        return Shadow(self._regions, entry, step=step, is_import=self._phase is _Phase.IMPORTING)
+        return Shadow(self._regions, entry, step=step, is_import=self.is_new)
 
     def _stage(self, manifest: Manifest) -> Staged:
         self._shadow.check_waited()

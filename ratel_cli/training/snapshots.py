@@ -22,7 +22,7 @@ from time import perf_counter
 from ratel_cli.closing import Closing
 from ratel_cli.errors import EnvironmentFailure, RatelError
 from ratel_cli.io.buffers import BufferPool
-from ratel_cli.store.copy import COPY_BYTES, copy_generation
+from ratel_cli.store.fill import COPY_BYTES, Copied, fill
 from ratel_cli.store.generation import Generation
 from ratel_cli.store.store import Store
 
@@ -53,7 +53,6 @@ class Snapshots(Closing):
         source: Store,
         target: Store,
         *,
-        is_new: bool,
         every: int,
         bytes_per_second: float,
         notice: Callable[[str], None],
@@ -62,7 +61,7 @@ class Snapshots(Closing):
         ranks: AllRanks = ONE_RANK,
         patience_seconds: float = _PATIENCE_SECONDS,
     ) -> None:
-        """`target` holds an earlier snapshot of this run; with `is_new`, nothing was committed to it yet.
+        """`target` holds an earlier snapshot of this run, or is new.
 
         Every N-th step is copied, N being `every`, at `bytes_per_second` at most. `after_copy` is called with each step
         whose copy is complete.
@@ -70,7 +69,6 @@ class Snapshots(Closing):
         assert every > 0 and bytes_per_second > 0
         self._source = source
         self._target = target
-        self._is_new = is_new
         self._every = every
         self._bytes_per_second = bytes_per_second
         self._notice = notice
@@ -143,7 +141,7 @@ class Snapshots(Closing):
         except EnvironmentFailure as failure:  # more steps are saved than the config asks for
             self._warn(f"no snapshot of step {step}: {failure.message}")
             return
-        self._copy = _Copy(generation, self._target, self._pool, self._pace(), self._stop, is_first=self._is_new)
+        self._copy = _Copy(generation, self._target, self._pool, self._pace(), self._stop)
 
     def _end_copy(self) -> None:
         """Phase 3, if the copy has ended."""
@@ -153,7 +151,6 @@ class Snapshots(Closing):
         self._copy = None
         self._source.release(copy.generation)
         if copy.error is None:
-            self._is_new = False
             self._after_copy(copy.generation.progress.step)
             return
         if not isinstance(copy.error, RatelError):
@@ -191,8 +188,6 @@ class _Copy(Thread):
         pool: BufferPool,
         pace: Callable[[int], float],
         stop: Event,
-        *,
-        is_first: bool,
     ) -> None:
         super().__init__(name="ratel-snapshot", daemon=True)
         self.generation = generation
@@ -202,18 +197,13 @@ class _Copy(Thread):
         self._pool = pool
         self._pace = pace
         self._abandon = stop
-        self._is_first = is_first
         self.start()
 
     def run(self) -> None:
         """Phase 2."""
         try:
-            if not self._is_first:
-                self._snapshot.forget_before()  # its slot is written now
-                self._snapshot.begin_step()
-            copy_generation(self.generation, self._snapshot.shadow(), self._pool, progress=self._wait)
-            commit = self._snapshot.commit_import if self._is_first else self._snapshot.commit
-            commit(self.generation.progress)
+            self._snapshot.forget_before()  # its slot is written now
+            fill(self._snapshot, Copied(self.generation), self._pool, progress=self._wait)
         except _Abandoned:
             return
         except BaseException as error:  # noqa: BLE001  the loop's thread reports it

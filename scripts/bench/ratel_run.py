@@ -31,7 +31,7 @@ from ratel_cli.model.cut.decoder import DecoderModel
 from ratel_cli.model.cut.find_blocks import find_blocks
 from ratel_cli.model.export.adapter_files import AdaptedSource
 from ratel_cli.model.export.adapters import drawn_adapter, inject
-from ratel_cli.model.files.import_weights import WeightSource
+from ratel_cli.model.files.import_weights import WeightSource, imported_weights
 from ratel_cli.model.files.initialise import RandomSource
 from ratel_cli.model.files.quantised_model import QuantisingSource, quantise_layers, quantised_weights
 from ratel_cli.model.files.skeleton import build_skeleton
@@ -41,12 +41,13 @@ from ratel_cli.planning.profile.placement import ActivationPolicy
 from ratel_cli.planning.search.plan import Plan
 from ratel_cli.run.context import RunContext, open_context
 from ratel_cli.run.inputs.settings import new_geometry, rules_in
+from ratel_cli.run.train.branch import beginning
 from ratel_cli.run.train.engine import open_planned_engines
 from ratel_cli.run.train.planner import Planner, estimated_profile, make_planner
 from ratel_cli.run.train.profile_machine import measure_for_run
-from ratel_cli.run.train.store import import_base
 from ratel_cli.sizes import CHUNK_ELEMENTS
 from ratel_cli.store.barrier import Barrier
+from ratel_cli.store.fill import fill
 from ratel_cli.store.store import Progress, Store, StoreIdentity
 from ratel_cli.units import GIB
 from scripts.bench.contestants import LEARNING_RATE, Task, model_config
@@ -181,13 +182,17 @@ def open_run(
             Store.create(config.storage.paths, geometry, identity=NO_IDENTITY, queue=context.queue, barrier=barrier)
         )
         # Nothing else refers to the initialiser, which keeps the last weight that it drew, in fp32.
-        import_base(
-            model.spec,
-            _adapted(source or RandomSource(_skeleton(task), config.seed), task, model, seed=config.seed),
+        fill(
             store,
+            imported_weights(
+                model.spec,
+                _adapted(source or RandomSource(_skeleton(task), config.seed), task, model, seed=config.seed),
+                beginning(),
+            ),
             context.pool,
-            progress=lambda num_elements: None,
+            progress=lambda num_bytes: None,
         )
+        context.pool.trim()
         yield RatelRun(task=task, context=context, model=model, planner=planner, store=store)
 
 

@@ -31,7 +31,7 @@ from ratel_cli.model.export.adapter_files import AdaptedSource
 from ratel_cli.model.export.adapters import adapted_matrices, base_spec, drawn_adapter, inject, magnitudes_of
 from ratel_cli.model.export.checkpoint import CheckpointSource
 from ratel_cli.model.export.merged_weights import AdaptedMatrix
-from ratel_cli.model.files.import_weights import WeightSource
+from ratel_cli.model.files.import_weights import WeightSource, imported_weights
 from ratel_cli.model.files.in_place import base_files_of, placed_in_files
 from ratel_cli.model.files.quantised_model import QuantisingSource, plain_spec, quantise_layers, quantised_weights
 from ratel_cli.model.files.skeleton import DTYPES, NAMES_OF_DTYPES, build_skeleton, supported_attention
@@ -39,11 +39,12 @@ from ratel_cli.model.values.adapter_settings import AdapterSettings, base_name
 from ratel_cli.model.values.freezing import freeze
 from ratel_cli.model.values.rate_groups import ONE_RATE, RateGroups
 from ratel_cli.planning.profile.placement import GroupShape, Overlap, Placement
-from ratel_cli.run.train.store import import_base
+from ratel_cli.run.train.branch import beginning
 from ratel_cli.schedule.rules import rules_of
 from ratel_cli.sizes import CHUNK_ELEMENTS, GROUP_ELEMENTS, DtypeName, QuantisedForm
 from ratel_cli.store.barrier import Barrier
 from ratel_cli.store.base_files import list_bytes_of
+from ratel_cli.store.fill import fill
 from ratel_cli.store.layout import Geometry
 from ratel_cli.store.store import Progress, Store, StoreIdentity
 from tests.engine.architectures import VOCAB_SIZE
@@ -409,7 +410,8 @@ def machine(
             )
             made = Store.create(paths, geometry, identity=IDENTITY, queue=queue, barrier=barrier, base_files=base_files)
             store = resources.enter_context(made)
-            import_base(own, source, store, pool, progress=lambda num_elements: None)
+            fill(store, imported_weights(own, source, beginning()), pool, progress=lambda num_bytes: None)
+            pool.trim()
         timeline = Timeline()
         device = resources.enter_context(devices(timeline))
 

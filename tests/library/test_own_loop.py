@@ -184,7 +184,7 @@ def test_an_import_that_was_interrupted_begins_again(
 
     steps = batches(1, 1)
     with monkeypatch.context() as patch:
-        patch.setattr(states, "import_base", interrupted)
+        patch.setattr(states, "imported_weights", interrupted)
         with pytest.raises(KeyboardInterrupt):
             ratel.open(base, storage=[tmp_path / "state"], dtype="float32", device="cpu")
     with ratel.open(base, storage=[tmp_path / "state"], dtype="float32", device="cpu") as model:

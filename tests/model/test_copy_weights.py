@@ -10,8 +10,9 @@ import torch
 from ratel_cli.errors import IntegrityFailure
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.queue import open_queue
-from ratel_cli.model.files.import_weights import copy_weights
+from ratel_cli.model.files.import_weights import copied_weights
 from ratel_cli.sizes import DtypeName
+from ratel_cli.store.fill import fill
 from ratel_cli.store.layout import Geometry
 from ratel_cli.store.lock import DATA_FILE_NAME
 from ratel_cli.store.store import Progress, Store
@@ -55,8 +56,8 @@ def test_every_field_is_that_of_an_import(tmp_path: Path, dtype: DtypeName, grou
         imported = [read_field(source, pool, *place).clone() for place in places]
         add_moments(source, pool)
         counts: list[int] = []
-        copy_weights(source.current(), target.shadow(), pool, progress=counts.append, group_elements=group_elements)
-        target.commit_import(DONE)
+        weights = copied_weights(source.current(), DONE, group_elements=group_elements)
+        fill(target, weights, pool, progress=counts.append)
         for (block, name), expected in zip(places, imported, strict=True):
             found = read_field(target, pool, block, name)
             assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8)), (block.name, name)
@@ -76,5 +77,5 @@ def test_a_damaged_weight_is_not_copied(tmp_path: Path) -> None:
         data[data.index(weights.values["p9000"].numpy().tobytes()[:64])] ^= 1
         path.write_bytes(data)
         with pytest.raises(IntegrityFailure):
-            copy_weights(source.current(), target.shadow(), pool, progress=lambda num_bytes: None)
+            fill(target, copied_weights(source.current(), DONE), pool, progress=lambda num_bytes: None)
     assert not Store.exists([tmp_path / "b"])

@@ -9,12 +9,13 @@ import torch
 
 from ratel_cli import _native
 from ratel_cli.io.buffers import BufferPool
-from ratel_cli.model.files.import_weights import import_weights, overlaps
+from ratel_cli.model.files.import_weights import imported_weights, overlaps
 from ratel_cli.model.values.records import RecordBuffers, encode_record
 from ratel_cli.model.values.spec import ModelSpec
 from ratel_cli.schedule.blocks import BlockSpec, lay_out_block
 from ratel_cli.schedule.rules import ADAMW
 from ratel_cli.sizes import DtypeName
+from ratel_cli.store.fill import fill
 from ratel_cli.store.layout import Field
 from ratel_cli.store.store import Store
 from tests.fakes import values_of
@@ -100,10 +101,9 @@ def test_memory_is_one_group_and_progress_adds_up(tmp_path: Path) -> None:
     counts: list[int] = []
     # hi16, lo16, m32, v32 and the fp32 master: exactly 16 bytes for each element of a group.
     with imported_store(tmp_path, spec, source) as (store, _), BufferPool(16 * 4096) as pool:
-        store.begin_step()
-        import_weights(spec, source, store.shadow(), pool, progress=counts.append, group_elements=4096)
+        fill(store, imported_weights(spec, source, store.progress, group_elements=4096), pool, progress=counts.append)
         assert pool.peak_bytes == 16 * 4096 and pool.leased_bytes == 0
-    assert sum(counts) == spec.num_parameters and counts[0] == 21 and len(counts) == 1 + 4 + 1
+    assert sum(counts) == spec.record_bytes and len(counts) == 1 + 4 + 1
 
 
 def test_overlaps() -> None:

@@ -21,10 +21,11 @@ from ratel_cli.io.queue import open_queue
 from ratel_cli.model.cut.find_blocks import find_blocks
 from ratel_cli.model.export.checkpoint import CheckpointSource, persistent_buffers
 from ratel_cli.model.files.directory import INDEX_NAME, WEIGHTS_NAME
-from ratel_cli.model.files.import_weights import WeightSource, import_weights
+from ratel_cli.model.files.import_weights import WeightSource, imported_weights
 from ratel_cli.model.files.shards import TensorSpec
 from ratel_cli.model.files.skeleton import build_skeleton, read_model_config
 from ratel_cli.model.values.spec import ModelSpec
+from ratel_cli.store.fill import fill
 from ratel_cli.store.layout import Geometry
 from ratel_cli.store.manifest import Progress, StoreIdentity
 from ratel_cli.store.store import Store
@@ -177,8 +178,9 @@ def imported_store(
         open_queue("threads", notice=lambda message: None) as queue,
         Store.create([directory], geometry, identity=identity, queue=queue) as store,
     ):
-        import_weights(spec, source, store.shadow(), pool, progress=lambda count: None, group_elements=group_elements)
-        store.commit_import(Progress(step=0, updates=3, loss_scale=1.0, good_steps=0, tokens=0))
+        progress = Progress(step=0, updates=3, loss_scale=1.0, good_steps=0, tokens=0)
+        weights = imported_weights(spec, source, progress, group_elements=group_elements)
+        fill(store, weights, pool, progress=lambda num_bytes: None)
         yield store, pool
 
 

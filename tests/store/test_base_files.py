@@ -21,7 +21,7 @@ from ratel_cli.schedule.rules import ADAMW, FROZEN
 from ratel_cli.store import base_reader
 from ratel_cli.store.base_files import NUM_STAGED, BaseFile, BaseFiles, Piece, staging_bytes
 from ratel_cli.store.base_reader import BaseFilesReader
-from ratel_cli.store.copy import copy_generation
+from ratel_cli.store.fill import Copied, fill
 from ratel_cli.store.layout import HEADER_BYTES, Geometry, StoredBlock
 from ratel_cli.store.lock import DATA_FILE_NAME
 from ratel_cli.store.store import Store
@@ -348,8 +348,7 @@ def test_a_copy_leaves_them_where_they_are(tmp_path: Path, queue: IoQueue) -> No
         make(tmp_path / "copy", queue, files) as target,
         BufferPool(None) as pool,
     ):
-        copy_generation(source.current(), target.shadow(), pool, progress=lambda num_bytes: None)
-        target.commit_import(source.progress)
+        fill(target, Copied(source.current()), pool, progress=lambda num_bytes: None)
         check(target, arrays, 0)
     with open_store([tmp_path / "copy"], queue) as target, BufferPool(None) as pool:
         target.ensure_whole(pool, progress=lambda num_bytes: None, notice=pytest.fail)

@@ -10,7 +10,7 @@ from ratel_cli.errors import IntegrityFailure
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.queue import IoQueue
 from ratel_cli.schedule.rules import FROZEN
-from ratel_cli.store.copy import copy_generation
+from ratel_cli.store.fill import Copied, fill
 from ratel_cli.store.layout import HEADER_BYTES, Field, Record, StoredBlock
 from ratel_cli.store.lock import DATA_FILE_NAME
 from tests.fakes import filled
@@ -105,15 +105,12 @@ def test_a_copy_has_them_once(tmp_path: Path, queue: IoQueue, pool: BufferPool) 
         import_all(create_store([tmp_path / "a"], queue, blocks=MIXED)) as source,
         create_store([tmp_path / "b"], queue, blocks=MIXED) as target,
     ):
-        copy_generation(source.current(), target.shadow(), pool, progress=copied.append)
-        target.commit_import(source.progress)
+        fill(target, Copied(source.current()), pool, progress=copied.append)
         trained_bytes = sum(block.num_bytes for block in MIXED if not block.is_frozen)
         assert sum(copied) == trained_bytes + FROZEN_BYTES
         run_step(source)
         copied.clear()
-        target.begin_step()
-        copy_generation(source.current(), target.shadow(), pool, progress=copied.append)
-        target.commit(source.progress)
+        fill(target, Copied(source.current()), pool, progress=copied.append)
         assert sum(copied) == trained_bytes
     with open_store([tmp_path / "b"], queue) as target:
         check_generation(target, 1)

@@ -18,7 +18,7 @@ from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.queue import IoQueue, open_queue
 from ratel_cli.schedule.rules import rules_by_name
 from ratel_cli.sizes import DtypeName
-from ratel_cli.store.copy import copy_generation
+from ratel_cli.store.fill import Copied, fill
 from ratel_cli.store.layout import Field, Geometry, Record, StoredBlock
 from ratel_cli.store.lock import OWNER_FILE_NAME
 from ratel_cli.store.store import Store
@@ -158,8 +158,7 @@ def test_fields_with_a_fixed_number_of_values(tmp_path: Path, queue: IoQueue, po
         store.current().check_all(pool, progress=lambda num_bytes: None)
         snapshot = Store.create([tmp_path / "snapshot"], geometry, identity=IDENTITY, queue=queue)
         with snapshot:
-            copy_generation(store.current(), snapshot.shadow(), pool, progress=lambda num_bytes: None)
-            snapshot.commit_import(store.progress)
+            fill(snapshot, Copied(store.current()), pool, progress=lambda num_bytes: None)
     found = StoreReader([tmp_path / "snapshot"])
     check_contents(found, found.current, 4)
     wanted = contents(4, 0, "rows", 20480)
@@ -265,8 +264,7 @@ def test_a_snapshot_has_its_own_numbers(tmp_path: Path, queue: IoQueue, pool: Bu
     """Its table is seeded with its own store id and steps; its progress is that of the store."""
 
     def copy(source: Store, target: Store) -> StoreReader:
-        copy_generation(source.current(), target.shadow(), pool, progress=lambda num_bytes: None)
-        (target.commit if target.progress.step else target.commit_import)(source.progress)
+        fill(target, Copied(source.current()), pool, progress=lambda num_bytes: None)
         return StoreReader([tmp_path / "snapshot"])
 
     with (
@@ -280,7 +278,6 @@ def test_a_snapshot_has_its_own_numbers(tmp_path: Path, queue: IoQueue, pool: Bu
         assert (first.table(first.current)[0], first.current.progress["step"]) == (0, 3)
         run_step(source)
         run_step(source)
-        to.begin_step()
         second = copy(source, to)
         check_contents(second, second.current, 5)
         assert (second.table(second.current)[0], second.current.progress["step"]) == (4, 5)

@@ -40,7 +40,6 @@ class Machine:
         *,
         every: int = 2,
         bytes_per_second: float = 1e12,
-        is_new: bool = True,
         patience_seconds: float = 10.0,
         of_all: Callable[[bool, bool], tuple[bool, bool]] = lambda is_busy, is_over: (is_busy, is_over),
     ) -> Snapshots:
@@ -50,7 +49,6 @@ class Machine:
                 target,
                 patience_seconds=patience_seconds,
                 ranks=AllRanks(of_all=of_all),
-                is_new=is_new,
                 every=every,
                 bytes_per_second=bytes_per_second,
                 notice=lambda text: self.messages.append(f"note: {text}"),
@@ -130,7 +128,7 @@ def test_a_snapshot_that_was_due_when_the_run_was_killed_is_made_at_the_start(
     check_generation(target, 2)
     target.close()
     with open_store([machine.target_path], queue) as reopened:
-        again = machine.begin(reopened, is_new=False)
+        again = machine.begin(reopened)
         again.after_commit()
         again.finish(lambda: None)
         check_generation(reopened, 2)
@@ -183,7 +181,7 @@ def test_a_run_that_ends_abandons_its_copy_and_keeps_the_snapshot_before(
 ) -> None:
     snapshots = machine.begin(target)
     machine.run(snapshots, 2, finishes=True)
-    slow = machine.begin(target, bytes_per_second=SLOW, is_new=False)
+    slow = machine.begin(target, bytes_per_second=SLOW)
     machine.run(slow, 2)
     began = time.monotonic()
     slow.close()
@@ -216,7 +214,7 @@ def test_a_device_that_fails_costs_one_warning(
     target.close()
     faulty = resources.enter_context(FaultyQueue(from_call=call, lasting=Fault(error_number=errno.EIO)))
     with open_store([machine.target_path], faulty) as failing:
-        snapshots = machine.begin(failing, is_new=False)
+        snapshots = machine.begin(failing)
         machine.run(snapshots, 2, finishes=True)
         machine.run(snapshots, 4, finishes=True)
         snapshots.close()
@@ -258,7 +256,8 @@ def test_without_a_free_slot_only_that_snapshot_is_missing(machine: Machine, tar
 
 def test_a_bug_in_the_thread_surfaces_in_the_loop(machine: Machine, target: Store) -> None:
     snapshots = machine.begin(target, every=1)
-    target.commit_import(machine.source.progress)  # so it is not new, contrary to `is_new`
+    target.commit_import(machine.source.progress)
+    target.begin_step()  # as nobody else may
     run_step(machine.source)
     snapshots.after_commit()
     with pytest.raises(AssertionError):

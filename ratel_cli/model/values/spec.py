@@ -77,11 +77,6 @@ class ModelSpec:
         return sum(block.num_parameters for block in self.blocks)
 
     @property
-    def num_stored(self) -> int:
-        """Elements of all parameters as the store has them."""
-        return sum(block.num_stored for block in self.blocks)
-
-    @property
     def num_trained(self) -> int:
         """The part of these that are trained."""
         return sum(block.num_parameters for block in self.blocks if block.is_trained)

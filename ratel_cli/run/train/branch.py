@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from ratel_cli.commands import command, errors_about
 from ratel_cli.config.describe import changed_value
 from ratel_cli.errors import BadInput
-from ratel_cli.model.files.import_weights import copy_weights
+from ratel_cli.model.files.import_weights import copied_weights
 from ratel_cli.model.values.spec import ModelSpec
 from ratel_cli.run.context import RunContext
 from ratel_cli.run.files.origin import Origin, OriginRecord
@@ -24,7 +24,7 @@ from ratel_cli.run.inputs.base import model_hash
 from ratel_cli.run.inputs.inputs import Inputs
 from ratel_cli.run.inputs.settings import DECIDES_THE_STATE
 from ratel_cli.run.train.open import open_stores, sliced, slices_of
-from ratel_cli.store.copy import copy_generation
+from ratel_cli.store.fill import Copied, StateSource
 from ratel_cli.store.joined import Readable
 from ratel_cli.store.store import Progress, Store
 
@@ -42,9 +42,11 @@ class Branch:
     """What this rank takes over of the step."""
 
     @property
-    def progress(self) -> Progress:
-        """How far the new run is when it begins."""
-        return beginning() if self.origin.fresh_optimizer else self.generation.progress
+    def source(self) -> StateSource:
+        """What the new run's store is filled from."""
+        if self.origin.fresh_optimizer:
+            return copied_weights(self.generation, beginning())
+        return Copied(self.generation)
 
     @property
     def record(self) -> OriginRecord:
@@ -57,13 +59,9 @@ class Branch:
 
     def copy_into(self, store: Store, context: RunContext) -> None:
         """Fill and commit the new run's store, checking every byte that is read, and let go of the other run's."""
-        step = self.generation.progress.step
-        with context.bar(f"copying step {step} of {self.origin.config.output_dir}", store.generation_bytes) as advance:
-            copy = copy_weights if self.origin.fresh_optimizer else copy_generation
-            with errors_about(self.origin.config.output_dir):
-                copy(self.generation, store.shadow(), context.pool, progress=advance)
-        store.commit_import(self.progress)
-        context.pool.trim()
+        theirs = self.origin.config.output_dir
+        with errors_about(theirs):
+            context.fill(store, self.source, f"copying step {self.generation.progress.step} of {theirs}")
         for each in self.stores:
             each.close()
 
@@ -94,9 +92,9 @@ def open_branch(context: RunContext, inputs: Inputs, origin: Origin) -> Branch:
         raise BadInput(f"--from {origin}: {error.message}", error.hint) from error
     generation = sliced(slices, spec, context.pool, context.ranks.slice)
     branch = Branch(origin=origin, stores=stores, generation=generation)
-    if branch.progress.step >= inputs.num_steps:
+    if branch.source.progress.step >= inputs.num_steps:
         raise BadInput(
-            f"--from {origin}: that run has done {branch.progress.step} steps, and this one ends after step "
+            f"--from {origin}: that run has done {branch.source.progress.step} steps, and this one ends after step "
             f"{inputs.num_steps}, counted from the beginning of that run",
             "set max_steps or num_epochs higher; start from an earlier saved step, --from RUN@STEP; or begin at step 0 "
             "with its weights, --fresh-optimizer",

@@ -126,7 +126,7 @@ def decide_run(
     if store is not None and store.rank_slice != ranks.slice:
         raise BadInput(f"{store_at(config)} holds the store of another rank, or of another number of them", START_OVER)
     branch = _branch(context, inputs, store, origin)
-    first_step = branch.progress.step if branch else _first_step(context, inputs, store, start)
+    first_step = branch.source.progress.step if branch else _first_step(context, inputs, store, start)
     snapshot = find_snapshot(context, identity, start, has_store=store is not None)
     if store is None and start == Resume():
         reject_lost_store(config)

@@ -128,7 +128,7 @@ def run_finetune(
         save_plan = partial(_save_plan, run, cache, facts)
         save_plan(plan, profile)  # phase 4
         inputs = with_reference(context, inputs, store, run.identity)
-        snapshots = start_snapshots(context, store, target, hardware, is_new=run.snapshot is None)
+        snapshots = start_snapshots(context, store, target, hardware)
         trackers = _open_trackers(context, store, resources)
         with Training(
             context, inputs, planner, store, snapshots=snapshots, trackers=trackers, save_plan=save_plan

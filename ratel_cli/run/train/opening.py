@@ -62,7 +62,7 @@ def _check_wear_limit(run: DecidedRun) -> None:
         config,
         run.inputs.model.spec.sliced(run.context.ranks.slice).stored_blocks,
         shares=run.hardware.nvme.shares,
-        first_step=run.branch.progress.step if run.branch else record.first_step if record else 0,
+        first_step=run.branch.source.progress.step if run.branch else record.first_step if record else 0,
         num_sharing=run.context.layout.on_drives,
     )
     if limit is None or first_step >= num_steps:

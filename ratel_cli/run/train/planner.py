@@ -38,7 +38,7 @@ from ratel_cli.run.context import RunContext
 from ratel_cli.run.inputs.settings import chunked_workload_of, decisions_of
 from ratel_cli.schedule.uses import Stage
 from ratel_cli.sizes import Filling
-from ratel_cli.store.copy import COPY_BYTES
+from ratel_cli.store.fill import COPY_BYTES
 from ratel_cli.store.layout import WHOLE, RankSlice
 
 

@@ -46,7 +46,7 @@ from ratel_cli.run.train.open import sliced, slices_of
 from ratel_cli.run.train.ranks import first_rank_first, paths_of_all
 from ratel_cli.run.train.store import prepare_store
 from ratel_cli.store.barrier import failpoint
-from ratel_cli.store.copy import copy_generation
+from ratel_cli.store.fill import Copied
 from ratel_cli.store.headers import read_header
 from ratel_cli.store.layout import RankSlice
 from ratel_cli.store.lock import DATA_FILE_NAME, OWNER_FILE_NAME, StoreLock
@@ -351,16 +351,9 @@ def _copy(context: RunContext, spec: ModelSpec, stores: Sequence[Store], target:
     """The steps that all stores have saved, and the current one, into a new store."""
     current = stores[0].progress.step
     saved = set.intersection(*(set(store.pinned_steps) for store in stores))
-    for number, step in enumerate(sorted({*saved, current})):
+    for step in sorted({*saved, current}):
         source = sliced(slices_of(stores, step), spec, context.pool, target.rank_slice)
-        if number:
-            target.begin_step()
-        with context.bar(f"copying step {step} to rank {target.rank_slice.rank}", target.generation_bytes) as advance:
-            copy_generation(source, target.shadow(), context.pool, progress=advance)
-        if number:
-            target.commit(source.progress)
-        else:
-            target.commit_import(source.progress)
+        context.fill(target, Copied(source), f"copying step {step} to rank {target.rank_slice.rank}")
         if step in saved:
             target.pin()
 

@@ -43,7 +43,7 @@ from ratel_cli.run.inputs.settings import new_geometry
 from ratel_cli.run.train.open import snapshot_of_all
 from ratel_cli.run.train.store import prepare_store, reject_restoring_over_other_run
 from ratel_cli.store.checksums import DAMAGED_HINT
-from ratel_cli.store.copy import copy_generation
+from ratel_cli.store.fill import Copied
 from ratel_cli.store.open import stored_identity, stored_step
 from ratel_cli.store.store import Store
 
@@ -77,9 +77,7 @@ def restore(config: RunConfig, directory: Path, *, overwrite: bool, log: RunLog)
                 generations[rank].check_all(context.pool, progress=advance)
         for rank in missing:
             with _make(of_ranks[rank], snapshots[rank]) as store:
-                with context.bar("copying the snapshot", snapshots[rank].generation_bytes) as advance:
-                    copy_generation(generations[rank], store.shadow(), context.pool, progress=advance)
-                store.commit_import(generations[rank].progress)
+                context.fill(store, Copied(generations[rank]), "copying the snapshot")
         forget_deleted_store(config)
         return step
 

@@ -118,23 +118,19 @@ def make_snapshot(
 
 
 def start_snapshots(
-    context: RunContext, store: Store, target: Store | None, hardware: HardwareProfile, *, is_new: bool
+    context: RunContext, store: Store, target: Store | None, hardware: HardwareProfile
 ) -> Snapshots | None:
-    """Start the thread that copies the store's generations to `target` during training; None if there is no `target`.
-
-    `is_new`: the snapshot holds no generation yet.
-    """
+    """Start the thread that copies the store's generations to `target` during training; None without `target`."""
     wanted, log, ranks = context.config.storage.snapshot, context.log, context.ranks
     if wanted is None or target is None:
         return None
     if ranks.size > 1:
         ranks.wait_for_all()  # where a snapshot is new, all of it was written
-        _go_to_common_step(context, target, is_new=is_new)
+        _go_to_common_step(context, target)
     return context.resources.enter_context(
         Snapshots(
             store,
             target,
-            is_new=is_new,
             every=wanted.every,
             bytes_per_second=_bytes_per_second(hardware),
             notice=log.notice,
@@ -150,11 +146,11 @@ def _of_all(ranks: Ranks, is_busy: bool, is_over: bool) -> tuple[bool, bool]:
     return any(busy for busy, _ in known), any(over for _, over in known)
 
 
-def _go_to_common_step(context: RunContext, target: Store, *, is_new: bool) -> None:
+def _go_to_common_step(context: RunContext, target: Store) -> None:
     """Let the snapshots of all ranks be of the same step, if they have one in common, so that all keep it while they
     copy the next one."""
     before = _NONE if target.step_before is None else target.step_before
-    known = context.ranks.gathered([_NONE, _NONE] if is_new else [target.progress.step, before])
+    known = context.ranks.gathered([_NONE, _NONE] if target.is_new else [target.progress.step, before])
     newest = newest_snapshot([(int(step), None if before == _NONE else int(before)) for step, before in known])
     if newest not in (None, _NONE, target.progress.step):
         try:

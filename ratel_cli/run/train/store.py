@@ -7,7 +7,7 @@ replaces it, and a store of other settings or data only with `--overwrite-store`
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from ratel_cli.commands import command
@@ -15,9 +15,8 @@ from ratel_cli.config.keys.schema import RunConfig
 from ratel_cli.engine.ranks.commits import resume_together
 from ratel_cli.engine.ranks.launched import num_launched_ranks
 from ratel_cli.errors import BadInput
-from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.queue import IoQueue
-from ratel_cli.model.files.import_weights import WeightSource, import_weights
+from ratel_cli.model.files.import_weights import imported_weights
 from ratel_cli.model.files.in_place import base_files_of
 from ratel_cli.model.files.marker import read_marker
 from ratel_cli.model.values.spec import ModelSpec
@@ -280,8 +279,7 @@ def make_store(
     if branch is not None:
         branch.copy_into(store, context)
         return store
-    with context.bar("importing weights", spec.num_stored) as advance:
-        import_base(spec, inputs.source, store, context.pool, progress=advance)
+    context.fill(store, imported_weights(spec, inputs.source, beginning()), "importing weights")
     return store
 
 
@@ -316,12 +314,3 @@ def prepare_store(
         )
     write_records(paths, own_output(context.config))
     return context.resources.enter_context(store)
-
-
-def import_base(
-    spec: ModelSpec, source: WeightSource, store: Store, pool: BufferPool, *, progress: Callable[[float], None]
-) -> None:
-    """Import the weights of `source` into an empty store, and commit them as step 0."""
-    import_weights(spec, source, store.shadow(), pool, progress=progress)
-    store.commit_import(beginning())
-    pool.trim()
