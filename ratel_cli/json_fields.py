@@ -75,15 +75,16 @@ class JsonFields:
 
 def read_as(kind: type[_Read], content: object, **known: object) -> _Read:
     """The dataclass of which `dataclasses.asdict` made `content`: each field has a value of the type that it declares.
-    A field with a default may be missing, other keys are ignored; `known` are fields that are not read. Raises
+    A field with a default may be missing, other keys are ignored; `known` are fields that are not read. The key of a
+    field is its name, or the `place` in its metadata, as `time.step_seconds` is in the object `time`. Raises
     ValueError."""
-    fields, hints = JsonFields(content), _hints(kind)  # type: ignore[arg-type]
-    names = [
-        each.name
-        for each in dataclasses.fields(kind)  # type: ignore[arg-type]
-        if each.name not in known and (each.default is dataclasses.MISSING or each.name in fields.names())
-    ]
-    return kind(**known, **{name: _checked(hints[name], fields.value(name), name) for name in names})
+    fields, hints, found = JsonFields(content), _hints(kind), dict(known)  # type: ignore[arg-type]
+    for each in dataclasses.fields(kind):  # type: ignore[arg-type]
+        section, _, key = each.metadata.get("place", each.name).rpartition(".")
+        place = fields.fields(section) if section else fields
+        if each.name not in known and (each.default is dataclasses.MISSING or key in place.names()):
+            found[each.name] = _checked(hints[each.name], place.value(key), key)
+    return kind(**found)
 
 
 def read_file_as(kind: type[_Read], path: Path) -> _Read | None:

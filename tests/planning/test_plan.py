@@ -16,6 +16,7 @@ from ratel_cli.planning.profile.placement import LEAST_UNITS, ActivationPolicy, 
 from ratel_cli.planning.search.decisions import Decisions
 from ratel_cli.planning.search.plan import Plan, make_plan
 from ratel_cli.planning.search.problem import Problem
+from ratel_cli.planning.search.recorded_plan import plan_json
 from ratel_cli.planning.time.costs import StepCosts, compute_seconds
 from ratel_cli.planning.time.traffic import checksum_bytes, step_traffic
 from ratel_cli.units import GIB, MIB
@@ -210,7 +211,7 @@ def test_what_a_gpu_has_to_spare_keeps_the_last_layers(activations: ActivationPo
 
 def test_json_has_the_promised_keys() -> None:
     made = plan(holds_gradients=True, limit_bytes=TIGHT)
-    found = json.loads(json.dumps(made.to_json(), allow_nan=False))
+    found = json.loads(json.dumps(plan_json(made), allow_nan=False))
     assert found["format_version"] == 1
     assert found["model"] == {
         "name": "gpt",
@@ -244,7 +245,7 @@ def test_json_has_the_promised_keys() -> None:
     assert throughput["tokens_per_second"] == WORKLOAD.tokens / made.time.total
     assert throughput["tflops_model"] == pytest.approx(3 * made.flops_forward / made.time.total / 1e12)
     assert throughput["tflops_hardware"] > throughput["tflops_model"]
-    operators = plan(limit_bytes=ROOMY, activations="swap_all").to_json()["activations"]
+    operators = plan_json(plan(limit_bytes=ROOMY, activations="swap_all"))["activations"]
     assert isinstance(operators, dict)
     assert {"operator", "blocks", "bytes", "flops", "benefit"} <= set(operators["swap_set"][0])
     assert found["activations"] | {"swap_set": []} == {
@@ -263,7 +264,7 @@ def test_json_has_the_promised_keys() -> None:
 
 def test_json_lists_what_stays_in_order() -> None:
     made = plan(limit_bytes=ROOMY)
-    found = json.loads(json.dumps(made.to_json()))
+    found = json.loads(json.dumps(plan_json(made)))
     assert found["placement"] == {
         "prefetch_blocks": 2,
         "pending_updates": 4,
@@ -296,14 +297,15 @@ def test_a_step_that_is_not_clipped_takes_the_time_of_a_run_without_clipping() -
     assert clipped.placement == free.placement
     assert clipped.unclipped_seconds == free.time.total < 0.99 * clipped.time.total
     assert free.unclipped_seconds is None
-    assert clipped.throughput_json() == {
+    assert plan_json(clipped)["throughput"] == {
         "tokens_per_second": clipped.tokens_per_second,
         "tflops_model": clipped.tflops_model,
         "tflops_hardware": clipped.tflops_hardware,
         "unclipped_tokens_per_second": free.tokens_per_second,
         "unclipped_tflops_model": free.tflops_model,
     }
-    assert free.throughput_json()["unclipped_tokens_per_second"] is None
+    rates = plan_json(free)["throughput"]
+    assert isinstance(rates, dict) and rates["unclipped_tokens_per_second"] is None
 
 
 def test_where_no_block_is_updated_before_the_norm_is_known_all_steps_take_the_same_time() -> None:

@@ -16,6 +16,7 @@ from ratel_cli.planning.search.decisions import Decisions
 from ratel_cli.planning.search.evaluation import Evaluation
 from ratel_cli.planning.search.plan import make_plan
 from ratel_cli.planning.search.problem import Problem
+from ratel_cli.planning.search.recorded_plan import plan_json
 from ratel_cli.planning.time.wear import WearPolicy
 from ratel_cli.schedule.rules import FROZEN
 from ratel_cli.units import GIB
@@ -195,11 +196,11 @@ def test_a_plan_and_a_forecast_say_what_was_chosen_among() -> None:
     assert (trade.save_seconds, trade.ignore_seconds) == (found.sparing.time.total, found.fastest.time.total)
     assert trade.state_written_bytes <= trade.written_bytes < trade.ignore_written_bytes
     assert trade.ignore_seconds < trade.seconds
-    wear = plan.to_json()["wear"]
+    wear = plan_json(plan)["wear"]
     assert wear == {"tb_written_per_step": trade.written_bytes / 1e12, "trade": trade.to_json()}
     roomy = make_plan(deciding(of, host_limit_bytes=1 << 40))
     assert roomy.wear is None
-    assert roomy.to_json()["wear"] == {"tb_written_per_step": state_bytes(of) / 1e12, "trade": None}
+    assert plan_json(roomy)["wear"] == {"tb_written_per_step": state_bytes(of) / 1e12, "trade": None}
 
 
 @pytest.mark.full

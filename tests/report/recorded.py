@@ -11,6 +11,7 @@ from pathlib import Path
 
 from ratel_cli.model.files.marker import Marker, write_marker
 from ratel_cli.planning.search.plan import Plan
+from ratel_cli.planning.search.recorded_plan import plan_json
 from ratel_cli.planning.time.step_time import RESOURCES, Resource
 from ratel_cli.store.lock import DATA_FILE_NAME, OWNER_FILE_NAME
 from ratel_cli.training.facts import FACTS_NAME, RunFacts
@@ -93,7 +94,7 @@ def write_run(
     run_dir.mkdir(parents=True)
     config = f"base_model: org/name\ndatasets: d.jsonl\noutput_dir: {directory}\n{keys}"
     (run_dir / "config.yaml").write_text(config)
-    (run_dir / "plan.json").write_text(json.dumps((made_plan or plan(holds_gradients=True)).to_json()))
+    (run_dir / "plan.json").write_text(json.dumps(plan_json(made_plan or plan(holds_gradients=True))))
     (run_dir / "hardware.json").write_text(json.dumps(WITHOUT_GPU.to_json()))
     if facts is not None:
         (run_dir / FACTS_NAME).write_text(json.dumps(asdict(facts)))

@@ -14,6 +14,7 @@ from ratel_cli.hardware.shares import ONE_RANK, RankLayout, share_of
 from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.planning.profile.placement import Workload
 from ratel_cli.planning.search.prediction import Prediction
+from ratel_cli.planning.search.recorded_plan import PredictedFigures, sections_of
 from ratel_cli.planning.search.split import SplitRate
 from ratel_cli.planning.time.wear import WearPolicy
 from ratel_cli.sizes import SPLIT_KEYS
@@ -144,44 +145,33 @@ class Forecast:
 
     def to_json(self) -> dict[str, object]:
         """The content of `ratel plan --json`."""
-        prediction = self.prediction
-        time, traffic = prediction.time, prediction.traffic
+        figures, shortfall_bytes = (
+            PredictedFigures.of(self.prediction),
+            sum(tier.shortfall_bytes for tier in self.tiers),
+        )
+        sections = sections_of(figures, self.prediction, shortfall_bytes=shortfall_bytes)
         return {
-            "model": prediction.model_json(),
-            "workload": {**asdict(prediction.workload), "is_split_planned": not self.setting.has_own_split},
+            **sections,
+            "workload": {**sections["workload"], "is_split_planned": not self.setting.has_own_split},
             "hardware": self.setting.hardware.to_json(),
             "ranks": asdict(self.setting.layout),
-            "activations": prediction.activations_json(),
             "time": {
-                "forward": time.forward.to_json(),
-                "backward": time.backward.to_json(),
-                "forward_seconds": time.forward.total,
-                "backward_seconds": time.backward.total,
-                "step_seconds": time.total,
-                "unclipped_seconds": self.prediction.unclipped_seconds,
+                **sections["time"],
                 "run_seconds": self.run_seconds,
                 "reference_seconds": self.reference_seconds,
-                "bottleneck": prediction.bottleneck,
-                "case": prediction.case,
-            },
-            "traffic": {
-                "nvme_read_bytes": traffic.read_bytes,
-                "nvme_written_bytes": traffic.written_bytes,
-                **prediction.network_json(),
             },
             "memory": {
-                **prediction.memory_json(shortfall_bytes=sum(tier.shortfall_bytes for tier in self.tiers)),
+                **sections["memory"],
                 "tiers": [{**asdict(tier), "shortfall_bytes": tier.shortfall_bytes} for tier in self.tiers],
             },
-            "throughput": prediction.throughput_json(),
             "wear": {
-                **prediction.wear_json(),
+                **sections["wear"],
                 "tb_written_per_run": self.run_tb_written,
                 "endurance_share": self.endurance_share,
                 "drive_seconds": self.drive_seconds,
             },
-            "curve": prediction.curve_json(),
-            "cost_model": prediction.cost_model,
+            "curve": [asdict(point) for point in figures.curve],
+            "cost_model": self.prediction.cost_model,
         }
 
 

@@ -6,7 +6,7 @@ Invariant: a plan fits into the limits that it was made for.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 from ratel_cli.hardware.spec import GPU_CONTEXT_BYTES
 from ratel_cli.planning.memory.capacity import HostMemory, check_device_memory
@@ -21,8 +21,6 @@ from ratel_cli.planning.search.problem import Problem
 from ratel_cli.planning.search.swap import SwapOrder, SwapPrefix
 from ratel_cli.planning.time.traffic import store_bytes
 from ratel_cli.planning.time.wear import WearTrade
-
-FORMAT_VERSION = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,64 +51,6 @@ class Plan(Prediction):
         if limit_bytes is None:
             return None
         return max(0, limit_bytes + self.decisions.device_reserve_bytes - GPU_CONTEXT_BYTES)
-
-    def to_json(self) -> dict[str, object]:
-        """The content of run/plan.json."""
-        time, traffic, placement = self.time, self.traffic, self.placement
-        return {
-            "format_version": FORMAT_VERSION,
-            "model": self.model_json(),
-            "workload": asdict(self.workload),
-            "activations": self.activations_json(),
-            "placement": {
-                "prefetch_blocks": placement.prefetch_blocks,
-                "pending_updates": placement.pending_updates,
-                "resident_weights": sorted(placement.resident_weights),
-                "resident_states": sorted(placement.resident_states),
-                "spilled_units": placement.spilled_units,
-                "kept_from": placement.gpu_units_from,
-                "kept_weights": sorted(placement.gpu_weights),
-                "embedding_rows": placement.gpu_embedding_rows,
-                "read_in_place": dict(placement.read_in_place),
-                "window_bytes": placement.gpu_window_bytes,
-                "forward_units_bytes": placement.gpu_units and placement.gpu_units.forward_bytes,
-                "units_ahead_bytes": placement.gpu_units and placement.gpu_units.ahead_bytes,
-                "leaving_bytes": placement.gpu_leaving_bytes,
-                "holds_sums": placement.gpu_holds_sums,
-                "holds_tied": placement.gpu_holds_lookup,
-                "holds_head": placement.gpu_holds_head,
-                "deferred": sorted(placement.deferred),
-                "group_elements": placement.groups.elements,
-                "groups_in_flight": placement.groups.in_flight,
-            },
-            "time": {
-                "forward": time.forward.to_json(),
-                "backward": time.backward.to_json(),
-                "update": time.update.to_json(),
-                "forward_seconds": time.forward.total,
-                "backward_seconds": time.backward.total + time.update.total,
-                "case": self.case,
-                "step_seconds": time.total,
-                "unclipped_seconds": self.unclipped_seconds,
-                "bottleneck": self.bottleneck,
-            },
-            "traffic": {
-                "nvme_read_bytes": traffic.read_bytes,
-                "nvme_written_bytes": traffic.written_bytes,
-                "nvme_first_read_bytes": traffic.first_read_bytes,
-                **self.network_json(),
-            },
-            "memory": {
-                **self.memory_json(shortfall_bytes=0),
-                "host_limit_bytes": self.decisions.host_limit_bytes,
-                "host": asdict(self.memory),
-                "spilled_gradient_bytes": self.spilled_bytes,
-            },
-            "throughput": self.throughput_json(),
-            "wear": self.wear_json(),
-            "curve": self.curve_json(),
-            "cost_model": self.cost_model,
-        }
 
 
 def make_plan(problem: Problem, *, trades: bool = True) -> Plan:

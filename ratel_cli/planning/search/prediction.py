@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Literal
 
 from ratel_cli.planning.profile.activations import OffloadedActivations
@@ -124,61 +124,3 @@ class Prediction:
     def tflops_hardware(self) -> float:
         """10^12 FLOPs per second, recomputation included."""
         return self.num_ranks * (self.flops_model + self.flops_recomputed) / self.time.total / 1e12
-
-    def model_json(self) -> dict[str, object]:
-        """`model` in plan.json and in `ratel plan --json`, as the next ones are `activations` and so on."""
-        return {
-            "name": self.model_name,
-            "num_parameters": self.num_parameters,
-            "num_trained_parameters": self.num_parameters if self.num_trained is None else self.num_trained,
-            "num_blocks": self.num_blocks,
-            "flops_forward": self.flops_forward,
-            "flops_backward": self.flops_model - self.flops_forward,
-        }
-
-    def activations_json(self) -> dict[str, object]:
-        """What could be swapped, and what is."""
-        return {
-            "total_bytes": self.swappable_bytes,
-            "inter_block_bytes": self.inter_block_bytes,
-            "swapped_bytes": self.offloaded.total_bytes,
-            "swapped_to_nvme_bytes": self.offloaded.written_bytes,
-            "kept_on_gpu_bytes": self.offloaded.gpu_bytes,
-            "swap_set": [asdict(operator) for operator in self.swapped],
-            "recompute_flops": self.flops_recomputed,
-            "source": self.source,
-        }
-
-    def memory_json(self, *, shortfall_bytes: int) -> dict[str, object]:
-        """The first keys of `memory`. `shortfall_bytes` is what all tiers together are short by."""
-        return {
-            "gpu_bytes": self.gpu_bytes,
-            "host_bytes": self.host_bytes,
-            "nvme_bytes": self.nvme_bytes,
-            "fits": not shortfall_bytes,
-            "shortfall_bytes": shortfall_bytes,
-        }
-
-    def network_json(self) -> dict[str, object]:
-        """The last keys of `traffic`."""
-        moved = self.network.total
-        return {"network_sent_bytes": moved.sent_bytes, "network_received_bytes": moved.received_bytes}
-
-    def wear_json(self) -> dict[str, object]:
-        """What a step writes, and what it could write."""
-        trade = None if self.wear is None else self.wear.to_json()
-        return {"tb_written_per_step": self.traffic.written_bytes / 1e12, "trade": trade}
-
-    def throughput_json(self) -> dict[str, object]:
-        """Rates."""
-        return {
-            "tokens_per_second": self.tokens_per_second,
-            "tflops_model": self.tflops_model,
-            "tflops_hardware": self.tflops_hardware,
-            "unclipped_tokens_per_second": self.unclipped_tokens_per_second,
-            "unclipped_tflops_model": self.unclipped_tflops_model,
-        }
-
-    def curve_json(self) -> list[dict[str, object]]:
-        """A row for each point."""
-        return [{"swapped_bytes": num_bytes, "step_seconds": seconds} for num_bytes, seconds in self.curve]

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
+from ratel_cli.planning.search.recorded_plan import RecordedPlan
 from ratel_cli.report.page.charts import HALF, NARROW, WIDE, Drawn, ShareRow, chart, dots, lines_of, rule, share_rows
 from ratel_cli.report.page.run_report import LEAST_SHARE, RunReport, busy_shares
 from ratel_cli.report.page.series import Scale, binned, scale_of
 from ratel_cli.report.page.step_curves import StepCurve, evaluations, step_curves
 from ratel_cli.report.words.plan import RESOURCE_NAMES, share_words
-from ratel_cli.report.words.recorded_plan import RecordedPlan
 from ratel_cli.training.metrics import StepMetrics
 from ratel_cli.units import byte_unit, format_bytes, format_loss, format_seconds
 
@@ -98,8 +98,8 @@ def plan_figure(plan: RecordedPlan) -> str:
     if len(plan.curve) < 2:
         return ""
     unit, size = byte_unit(plan.swappable_bytes)
-    points = [(num_bytes / size, seconds) for num_bytes, seconds in plan.curve]
-    on_curve = min(plan.curve, key=lambda point: abs(point[0] - plan.swapped_bytes))[1]
+    points = [(each.swapped_bytes / size, each.step_seconds) for each in plan.curve]
+    on_curve = min(plan.curve, key=lambda point: abs(point.swapped_bytes - plan.swapped_bytes)).step_seconds
     chosen = (plan.swapped_bytes / size, on_curve)
     low, high = min(x for x, _ in points), max(x for x, _ in points)
     scale = scale_of([seconds for _, seconds in (*points, chosen)])

@@ -12,10 +12,10 @@ from math import isclose, isfinite
 from statistics import median
 
 from ratel_cli.planning.search.prediction import SwappedOperator
+from ratel_cli.planning.search.recorded_plan import RecordedPlan
 from ratel_cli.planning.time.step_time import Resource
 from ratel_cli.report.page.run_report import RunReport, planned_words
 from ratel_cli.report.words.plan import CASES, benefit, percent
-from ratel_cli.report.words.recorded_plan import RecordedPlan
 from ratel_cli.training.metrics import StepMetrics
 from ratel_cli.units import (
     counted,
@@ -111,18 +111,19 @@ def plan_facts(plan: RecordedPlan) -> list[tuple[str, str]]:
     if plan.swapped_to_nvme_bytes:
         placed += f", {format_bytes(plan.swapped_to_nvme_bytes)} of it to NVMe"
     placed += f"; {format_bytes(recomputed)} recomputed" if recomputed > 0 else "; none recomputed"
-    number = plan.num_blocks
+    number, weights, states = plan.num_blocks, len(plan.resident_weights), len(plan.resident_states)
     step = f"{format_seconds(plan.step_seconds)} per step"
     if plan.unclipped_seconds is not None:
         step += f" with clipping, {format_seconds(plan.unclipped_seconds)} without"
-    batch = counted(plan.num_micro_batches, "micro-batch", "micro-batches")
+    workload = plan.workload
+    batch = counted(workload.num_micro_batches, "micro-batch", "micro-batches")
     return [
         ("model", f"{plan.model_name}: {format_count(plan.num_parameters)} parameters in {counted(number, 'block')}"),
-        ("step", f"{batch} of {plan.micro_batch_size} x {plan.sequence_len} tokens"),
+        ("step", f"{batch} of {workload.micro_batch_size} x {workload.sequence_len} tokens"),
         ("predicted", f"{step}; {format_token_rate(plan.tokens_per_second)}"),
         ("activations", f"{placed}; {CASES.get(plan.case, '')}"),
-        ("resident", f"weights of {plan.num_resident_weights}, optimizer states of {plan.num_resident_states} blocks"),
-        ("costs", "from a recorded step of this model" if plan.source == "recorded" else "estimated from shapes"),
+        ("resident", f"weights of {weights}, optimizer states of {states} blocks"),
+        *plan.rows,
     ]
 
 
@@ -132,7 +133,9 @@ def memory_table(report: RunReport) -> str:
     if plan is None:
         return ""
     limit = max(plan.host_limit_bytes, 1)
-    rows = [_memory_row(_PARTS.get(name, name), size, limit) for name, size in plan.host_parts if size]
+    rows = [
+        _memory_row(_PARTS.get(name, name), size, limit) for name, size in plan.host.items() if size and name != "total"
+    ]
     rows.append(_memory_row("RAM as predicted, at the peak", plan.host_bytes, limit, kind="total"))
     if report.steps:
         peak = max(each.host_peak_bytes for each in report.steps)

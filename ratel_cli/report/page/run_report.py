@@ -12,9 +12,9 @@ from math import inf, isfinite
 from statistics import median
 
 from ratel_cli.hardware.spec import HardwareProfile
+from ratel_cli.planning.search.recorded_plan import RecordedPlan
 from ratel_cli.planning.time.step_time import RESOURCES, Resource
 from ratel_cli.report.words.plan import RESOURCE_NAMES, percent, share_words
-from ratel_cli.report.words.recorded_plan import RecordedPlan
 from ratel_cli.report.words.status import RunStatus
 from ratel_cli.training.facts import RunFacts
 from ratel_cli.training.history import RECENT_STEPS, History, recent_rate

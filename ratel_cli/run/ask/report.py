@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -15,8 +16,9 @@ from ratel_cli.config.keys.schema import RunConfig
 from ratel_cli.config.load import dump, to_yaml
 from ratel_cli.errors import RatelError
 from ratel_cli.hardware.spec import HardwareProfile
+from ratel_cli.json_fields import read_file_as
+from ratel_cli.planning.search.recorded_plan import RecordedPlan
 from ratel_cli.report.page.run_report import RunReport
-from ratel_cli.report.words.recorded_plan import read_plan
 from ratel_cli.run.ask.status import status_of
 from ratel_cli.run.files.hardware_file import load_hardware
 from ratel_cli.run.files.run_directory import (
@@ -51,7 +53,7 @@ def report_of(config: RunConfig) -> RunReport:
         history = History()
     if status.state != "running":
         history = history.up_to(status.step)
-    plan = _noted(run_dir / PLAN_NAME, read_plan, notes)
+    plan = _noted(run_dir / PLAN_NAME, partial(read_file_as, RecordedPlan), notes)
     return RunReport(
         name=Path(os.path.realpath(config.output_dir)).name,
         status=status,

@@ -27,6 +27,7 @@ from ratel_cli.errors import NotEnoughSpace
 from ratel_cli.model.export.export_weights import ExportFiles
 from ratel_cli.planning.profile.model_profile import ModelProfile
 from ratel_cli.planning.search.plan import Plan
+from ratel_cli.planning.search.recorded_plan import plan_json
 from ratel_cli.run.context import RunContext
 from ratel_cli.run.files.origin import Origin, read_origin
 from ratel_cli.run.files.output import claim_output
@@ -227,6 +228,6 @@ def _save_plan(run: DecidedRun, cache: CachedProfile, facts: RunFacts, plan: Pla
         FACTS_NAME: facts.to_json(),
         HARDWARE_NAME: run.hardware.to_json(),
         MODEL_NAME: cache.content(run.planner.spec, profile),
-        PLAN_NAME: {**plan.to_json(), "is_split_planned": run.is_split_planned},
+        PLAN_NAME: {**plan_json(plan), "is_split_planned": run.is_split_planned},
     }
     write_run_files(run.context.config, contents, log=run.context.log)

@@ -13,6 +13,7 @@ from ratel_cli.planning.profile.analytic import analytic_profile
 from ratel_cli.planning.search.head_chunk import best_chunk, with_chunk
 from ratel_cli.planning.search.plan import make_plan
 from ratel_cli.planning.search.problem import Problem
+from ratel_cli.planning.search.recorded_plan import plan_json
 from ratel_cli.units import GIB, MIB
 from tests.hardware.profiles import WITH_GPU, WITHOUT_GPU
 from tests.planning.forecasters import paper_machine, ratel_forecaster, setting
@@ -45,7 +46,7 @@ def test_a_forecast_is_the_plan_of_a_run() -> None:
     )
     assert (forecast.prediction.swapped, forecast.prediction.curve) == (plan.swapped, plan.curve)
     assert forecast.prediction.offloaded.gpu_bytes == plan.offloaded.gpu_bytes > 0
-    predicted, planned = forecast.to_json(), plan.to_json()
+    predicted, planned = forecast.to_json(), plan_json(plan)
     assert predicted["activations"] == planned["activations"]
     assert predicted["throughput"] == planned["throughput"]
     assert predicted["model"] == planned["model"]
