@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -67,6 +69,15 @@ Overwrite = Annotated[
 
 
 ReplaceFile = Annotated[bool, typer.Option("--overwrite", help="Replace FILE if it exists.")]
+
+
+def check_directories(option: str, paths: Sequence[Path]) -> None:
+    """Raise BadInput, with all of them, for values of an option that are no directories."""
+    # os.path, because the methods of Path raise for names that are too long.
+    missing = [path for path in paths if not os.path.isdir(path)]
+    wrong = [BadInput(f"argument '{option} {path}': there is no such directory") for path in missing]
+    if wrong:
+        raise BadInput(wrong[0].message, others=tuple(wrong[1:]))
 
 
 def command_line(context: typer.Context, *, without: str) -> list[str]:

@@ -8,16 +8,14 @@ file that exists is not replaced unless the user insists.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ratel_cli.cli.arguments import check_option
+from ratel_cli.cli.arguments import check_directories, check_option
 from ratel_cli.commands import command
 from ratel_cli.config.keys.schema import RunConfig
 from ratel_cli.console import RunLog
-from ratel_cli.errors import BadInput
 from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.report.words.profile import hardware_rows, model_rows, operator_lines
 from ratel_cli.run.ask.plan_inputs import with_planned_chunk, with_planned_split
@@ -40,11 +38,7 @@ def run(
     """Print the machine's profile, and write it to `output` if that is given. Raises RatelError."""
     check_option("--overwrite", overwrite, only_with="-o FILE", is_met=output is not None)
     log = RunLog()
-    # os.path, because the methods of Path raise for names that are too long.
-    missing = [path for path in storage if not os.path.isdir(path)]
-    wrong = [BadInput(f"argument '--storage {path}': there is no such directory") for path in missing]
-    if wrong:
-        raise BadInput(wrong[0].message, others=tuple(wrong[1:]))
+    check_directories("--storage", storage)
     config = None if config_path is None else read_config(config_path, log)
     if config is None:  # the defaults, in `storage` or here
         target = ProfileTarget(paths=tuple(storage) or (Path.cwd(),), dtype="bfloat16", device="auto", engine="auto")

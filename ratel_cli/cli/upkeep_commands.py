@@ -1,6 +1,6 @@
 """Options of the commands about runs and the machine.
 
-They are `restore`, `data`, `clean`, `status`, `report`, `env` and `doctor`.
+They are `restore`, `data`, `clean`, `status`, `report`, `env`, `doctor` and `bench`.
 
 Each command imports its own file when it is called, so that `--help` and a wrong argument are answered at once.
 """
@@ -8,7 +8,7 @@ Each command imports its own file when it is called, so that `--help` and a wron
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -154,3 +154,35 @@ def doctor(
     from ratel_cli.cli import doctor as command
 
     command.run(places or [], as_json=as_json)
+
+
+@commands.command(
+    help="Measure what a run costs on this machine, next to plain PyTorch on the same tokens. Takes about five "
+    "minutes, downloads nothing, and removes what it writes.",
+    epilog="Example: ratel bench --storage /mnt/a --storage /mnt/b --json > bench.json",
+)
+def bench(
+    size: Annotated[
+        Literal["tiny", "small", "1b"] | None,
+        typer.Option(
+            help="The model to train. Default: 1b with a GPU, small without one. tiny shows that the command works, "
+            "no more.",
+            show_default=False,
+        ),
+    ] = None,
+    storage: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="DIR",
+            help="A directory on a drive to use; repeat for each drive. Default: the current directory.",
+            show_default=False,
+        ),
+    ] = None,
+    seconds: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Begin no round that would end later; one is always run.")
+    ] = 300,
+    as_json: Annotated[bool, typer.Option("--json", help="Print all of it as JSON, and the table on stderr.")] = False,
+) -> None:
+    from ratel_cli.cli import bench as command
+
+    command.run(size, storage or [], seconds=seconds, as_json=as_json)

@@ -40,6 +40,7 @@ from ratel_cli.config.keys.optimizers import OptimizerChoice
 from ratel_cli.data.samples.packing import MicroBatch
 from ratel_cli.planning.profile.placement import Overlap
 from ratel_cli.planning.time.wear import WearPolicy
+from ratel_cli.run.ask.bench import SIZES, llama_shape
 from ratel_cli.sizes import IGNORED_TARGET, DtypeName, QuantisedForm
 from tests.simulated_gpu import install_if_asked
 
@@ -50,33 +51,16 @@ REQUIRED = tuple(name for name in CONTESTANTS if not name.startswith("zero"))
 """The contestants that need nothing beyond what Ratel needs."""
 
 
-def _llama(
-    hidden: int, intermediate: int, *, layers: int, heads: int, kv_heads: int, vocab: int, **others: int
-) -> dict[str, int]:
-    """A Llama's shape in the keys of its config.json, and others of models like it."""
-    return {
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "vocab_size": vocab,
-        **others,
-    }
-
-
 SHAPES: dict[str, dict[str, int]] = {
-    "tiny": _llama(64, 128, layers=2, heads=4, kv_heads=2, vocab=512),
-    "narrow": _llama(64, 128, layers=24, heads=4, kv_heads=2, vocab=512),
-    "small": _llama(512, 1408, layers=8, heads=8, kv_heads=8, vocab=8192),
-    "0.35b": _llama(1024, 2816, layers=24, heads=16, kv_heads=16, vocab=32000),
-    "1b": _llama(2048, 5632, layers=22, heads=32, kv_heads=4, vocab=32000),
+    **{name: shape for name, (shape, _) in SIZES.items()},  # tiny, small, 1b
+    "narrow": llama_shape(64, 128, layers=24, heads=4, kv_heads=2, vocab=512),
+    "0.35b": llama_shape(1024, 2816, layers=24, heads=16, kv_heads=16, vocab=32000),
     # The layers of a model with 7 billion parameters, but few of them: large enough to keep a GPU busy.
-    "wide": _llama(4096, 11008, layers=6, heads=32, kv_heads=32, vocab=32000),
-    "3b": _llama(2560, 6912, layers=36, heads=20, kv_heads=20, vocab=32000),
-    "llama-8b": _llama(4096, 14336, layers=32, heads=32, kv_heads=8, vocab=128256),
-    "qwen3-8b": _llama(4096, 12288, layers=36, heads=32, kv_heads=8, vocab=151936, head_dim=128),
-    "tiny-qwen3": _llama(64, 128, layers=2, heads=4, kv_heads=2, vocab=512, head_dim=16),
+    "wide": llama_shape(4096, 11008, layers=6, heads=32, kv_heads=32, vocab=32000),
+    "3b": llama_shape(2560, 6912, layers=36, heads=20, kv_heads=20, vocab=32000),
+    "llama-8b": llama_shape(4096, 14336, layers=32, heads=32, kv_heads=8, vocab=128256),
+    "qwen3-8b": llama_shape(4096, 12288, layers=36, heads=32, kv_heads=8, vocab=151936, head_dim=128),
+    "tiny-qwen3": llama_shape(64, 128, layers=2, heads=4, kv_heads=2, vocab=512, head_dim=16),
 }
 _MODEL_TYPES = {"qwen3-8b": "qwen3", "tiny-qwen3": "qwen3"}
 """Of shapes that are no Llamas."""

@@ -197,7 +197,14 @@ def _machine(draw: _Draw) -> list[str]:
     return [*draw.one_of([], [draw.model], [draw.place, draw.run]), *draw.json]
 
 
+def _bench(draw: _Draw) -> list[str]:
+    """Into a place that is not there: training takes minutes."""
+    sizes = draw.maybe("--size", "tiny")
+    return ["--storage", str(draw.place / "nowhere"), *sizes, *draw.maybe("--seconds", "1"), *draw.json]
+
+
 _ARGUMENTS: dict[str, Callable[[_Draw], list[str]]] = {
+    "bench": _bench,
     "check": _check,
     "clean": _clean,
     "data": _data,

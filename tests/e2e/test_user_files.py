@@ -26,7 +26,7 @@ from tests.tiers import sample
 NUM_GROUPS = 32
 NUM_SEQUENCES = 8
 """In each group: 256 in all. The short tier has 2 groups."""
-READ_ONLY = ("check", "data", "doctor", "env", "eval", "explain", "status", "verify")
+READ_ONLY = ("bench", "check", "data", "doctor", "env", "eval", "explain", "status", "verify")
 WRITES_WITH = {"clean": "--yes", "generate": "-o", "import": "-o", "plan": "--plot", "schema": "-o"}
 """Commands that write only with this option."""
 INSISTS = ("--overwrite", "--overwrite-store")

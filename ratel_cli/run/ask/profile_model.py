@@ -64,7 +64,7 @@ def record_model(config: RunConfig, hardware: HardwareProfile, log: RunLog, *, r
     check_run_output(config, [MODEL_NAME], overwrite=False)
     log.say("measuring the model, block by block")
     meter = LoadMeter()
-    profile = _measured(config, model, hardware, log)
+    profile = measure_model(config, model, hardware, log)
     report_other_load(meter, log)
     claim_output(config)
     try:
@@ -94,7 +94,10 @@ def _costs(config: RunConfig, spec: ModelSpec, hardware: HardwareProfile, profil
     return ModelCosts(profile=profile, activation_available_bytes=max(0, limit_bytes - memory.total))
 
 
-def _measured(config: RunConfig, model: AnyModel, hardware: HardwareProfile, log: RunLog) -> ModelProfile:
+def measure_model(
+    config: RunConfig, model: AnyModel, hardware: HardwareProfile, log: RunLog, *, num_samples: int = 1
+) -> ModelProfile:
+    """The model's costs on one micro-batch, whose rows have this many samples each. Nothing is cached."""
     spec = model.spec
     workload = chunked_workload_of(config, spec)
     estimate = analytic_profile(spec, workload, traits=measured_traits(model))
@@ -106,7 +109,7 @@ def _measured(config: RunConfig, model: AnyModel, hardware: HardwareProfile, log
     ):
         placement = Placement(gpu_holds_head=False)
         profiler = block_profiler(model, pool, opened, dtype=config.dtype, placement=placement, workload=workload)
-        batch = model.any_batch(workload.micro_batch_size, workload.sequence_len)
+        batch = model.any_batch(workload.micro_batch_size, workload.sequence_len, num_samples=num_samples)
         units, seconds = profiler.record(batch, beside=adamw_beside(pool, hardware.host, opened))
     profile = recorded_profile(units, seconds, spec, workload, num_micro_batches=1, estimate=estimate)
     return replace(profile, adamw_share=profiler.sharing)
