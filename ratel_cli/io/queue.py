@@ -1,4 +1,4 @@
-"""The I/O queue: moves bytes between files and memory. Two engines move the same bytes.
+"""The I/O queue: moves bytes between files and memory. Its engines move the same bytes.
 
 A queue cuts transfers into requests of at most `request_bytes` and keeps at most `depth` of them in flight per
 direction. A failed request fails its ticket only. A thread that fails, or a request that does not complete within
@@ -23,8 +23,8 @@ from ratel_cli.io.threads import ThreadedLane
 from ratel_cli.io.tickets import Ticket
 from ratel_cli.sizes import PAGE_BYTES
 
-EngineName = Literal["io_uring", "threads"]
-EngineChoice = Literal["auto", "io_uring", "threads"]
+EngineName = Literal["io_uring", "liburing", "threads"]
+EngineChoice = Literal["auto", "io_uring", "liburing", "threads"]
 
 # Measured in a 2-core virtual machine on huge pages (scripts/bench/io.py, 2026-11): requests of 4 MiB, 16 in flight,
 # reach 0.95 to 1.02 of the best that a C loop or fio reaches with io_uring, and 0.89 to 1.00 with threads. One drive is
@@ -84,7 +84,7 @@ class IoQueue(Closing):
 
 
 class LanedQueue(IoQueue):
-    """The queue of both engines: one lane for each direction."""
+    """The queue of all engines: one lane for each direction."""
 
     def __init__(self, engine: EngineName, open_lane: Callable[[Direction], Lane], *, request_bytes: int) -> None:
         assert request_bytes > 0 and request_bytes % PAGE_BYTES == 0
@@ -138,7 +138,7 @@ def open_queue(
 ) -> IoQueue:
     """Open a queue of this engine. `auto` takes threads, with one notice, where io_uring is not available.
 
-    Raises EnvironmentFailure if `io_uring` is asked for and not available.
+    Raises EnvironmentFailure if `io_uring` or `liburing` is asked for and not available.
     """
 
     def open_with(name: EngineName, lane: Callable[..., Lane]) -> IoQueue:
@@ -149,8 +149,11 @@ def open_queue(
         )
 
     if engine != "threads":
-        from ratel_cli.io.uring import UringLane  # here, for the same reason
+        from ratel_cli.io.liburing_ring import LiburingRing  # here, for the same reason
+        from ratel_cli.io.uring import UringLane
 
+        if engine == "liburing":
+            return open_with("liburing", partial(UringLane, open_ring=LiburingRing))
         try:
             return open_with("io_uring", UringLane)
         except EnvironmentFailure as failure:

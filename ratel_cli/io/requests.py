@@ -1,8 +1,8 @@
-"""What the two I/O engines share: a request to the kernel, what its result means, and a lane of requests.
+"""What the I/O engines share: a request to the kernel, what its result means, and a lane of requests.
 
-A queue cuts transfers into requests and hands them to a lane, one lane per direction. The lanes of the two engines
+A queue cuts transfers into requests and hands them to a lane, one lane per direction. The lanes of the engines
 (uring.py, threads.py) differ only in how they hand a request to the kernel. Everything that decides about bytes (short
-transfers, retries, errors, what a broken lane does) is here, so that both engines decide alike.
+transfers, retries, errors, what a broken lane does) is here, so that all engines decide alike.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ from time import monotonic
 
 from ratel_cli._native import Ring
 from ratel_cli.errors import EnvironmentFailure, RatelError
+from ratel_cli.io.liburing_ring import LiburingRing
 from ratel_cli.io.requests import Direction, Lane, Request, closed_error, lane_error, timeout_error
 
 _TIMER_KEY = 0
@@ -39,7 +40,7 @@ class _Flight:
 
 
 class UringLane(Lane):
-    """A lane on a ring of its own. Tests pass another `open_ring`, which gets the number of entries."""
+    """A lane on a ring of its own. `open_ring` opens another one than the kernels' and gets the number of entries."""
 
     def __init__(
         self,
@@ -47,11 +48,11 @@ class UringLane(Lane):
         *,
         depth: int,
         timeout_seconds: float,
-        open_ring: Callable[[int], Ring] | None = None,
+        open_ring: Callable[[int], Ring | LiburingRing] = Ring,
     ) -> None:
         super().__init__(depth=depth, timeout_seconds=timeout_seconds)
         try:
-            self._ring = (open_ring or Ring)(depth + 1)  # one more for the timer
+            self._ring = open_ring(depth + 1)  # one more for the timer
         except OSError as exc:
             raise EnvironmentFailure(
                 f"io_uring is not available here: {exc.strerror or exc}", "set storage.engine to threads"

@@ -14,6 +14,7 @@ not. Set-up is not timed. Ceiling: the fastest of
 `of best` is the time of the fastest of these, divided by the contestant's. The others:
 
     ratel io_uring     `io.queue` as the store uses it: transfers of 8 MiB, several in flight
+    ratel liburing     the same lane on the ring of the Python package liburing, where that is installed
     ratel threads      its other engine
     deepspeed aio      where it is installed
 
@@ -241,6 +242,7 @@ def find_contestants(work: Work, directory: Path, resources: ExitStack) -> list[
         ("c loop registered", lambda: loop_contestant("registered", build_loop(directory), work)),
         ("fio", lambda: fio_contestant(find_program("fio"), work)),
         ("ratel io_uring", lambda: ratel_contestant("io_uring", work, buffers, resources)),
+        ("ratel liburing", lambda: ratel_contestant("liburing", work, buffers, resources)),
         ("ratel threads", lambda: ratel_contestant("threads", work, buffers, resources)),
         ("deepspeed aio", lambda: deepspeed_contestant(work)),
     ]

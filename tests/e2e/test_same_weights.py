@@ -101,18 +101,18 @@ def test_random_weights_from_the_initialiser(make_config: MakeConfig, base: Path
 
 @pytest.mark.parametrize("changes", [
     pytest.param({"engine": "io_uring"}, marks=pytest.mark.io_uring),
+    pytest.param({"engine": "liburing"}, marks=[pytest.mark.io_uring, pytest.mark.full]),
     {"engine": "threads", "durability": "none"},
     pytest.param({"engine": "threads", "keep_generations": 2}, marks=pytest.mark.nightly),
     {"engine": "threads", "paths": ["a", "b"]},
-], ids=["io_uring", "in place", "more slots", "two directories"])  # fmt: skip
+], ids=["io_uring", "liburing", "in place", "more slots", "two directories"])  # fmt: skip
 def test_where_the_state_lies_does_not_matter(
     make_config: MakeConfig, tmp_path: Path, plain_run: Config, changes: dict[str, object]
 ) -> None:
-    if changes["engine"] == "io_uring":
-        try:
-            open_queue("io_uring", notice=lambda text: None).close()
-        except EnvironmentFailure as refusal:
-            pytest.skip(refusal.message)
+    try:
+        open_queue(changes["engine"], notice=lambda text: None).close()  # type: ignore[arg-type]
+    except EnvironmentFailure as refusal:
+        pytest.skip(refusal.message)
     paths = [tmp_path / name for name in changes.get("paths", [])]  # type: ignore[attr-defined]
     config = make_config(storage={**changes, "paths": [str(path) for path in paths]})
     config.succeed()

@@ -14,7 +14,7 @@ from ratel_cli.io.queue import EngineName, IoQueue, open_queue
 from tests.fakes import REQUEST_BYTES, open_direct
 
 
-@pytest.fixture(params=["io_uring", "threads"])
+@pytest.fixture(params=["io_uring", "liburing", "threads"])
 def engine(request: pytest.FixtureRequest) -> EngineName:
     name: EngineName = request.param
     try:

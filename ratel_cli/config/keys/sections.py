@@ -198,8 +198,9 @@ class StorageConfig(Section):
     """Directories for stores, one on each SSD. The state is striped over them. Each run makes a directory of its own in
     each of them, named after `output_dir`. Default: one directory next to `output_dir`, with the same name and
     `.store`. With several ranks, `{rank}`, `{local_rank}` and `{host}` stand for what each has."""
-    engine: Literal["auto", "io_uring", "threads"] = "auto"
-    """How files are read and written. `auto`: with io_uring, or with threads where the system does not allow it."""
+    engine: Literal["auto", "io_uring", "liburing", "threads"] = "auto"
+    """How files are read and written. `auto`: with io_uring, or with threads where the system does not allow it.
+    `liburing`: with io_uring through the Python package of that name, whose wheel needs a processor with AVX-512."""
     durability: Literal["step", "none"] = "step"
     """What a crash may cost. `step`: each step is committed; a crash costs at most the step that is being computed and
     the one before it. `none`: the state is written in place, which takes half the space; a crash costs the whole
