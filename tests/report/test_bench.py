@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from ratel_cli.report.words.bench import CHECKPOINTING, PLAIN, RATEL, BenchReport, Training, bench_lines
+from ratel_cli.report.words.bench import CHECKPOINTING, PLAIN, RATEL, BenchReport, BenchTraining, bench_lines
 from ratel_cli.run.files.places import environment_of
 from tests.hardware.profiles import WITHOUT_GPU
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guide" / "bench.md"
 
 
-def training(*seconds: float, losses: tuple[float, ...] = (3.0, 2.0, 1.0), **bytes_of: int) -> Training:
-    return Training(
+def training(*seconds: float, losses: tuple[float, ...] = (3.0, 2.0, 1.0), **bytes_of: int) -> BenchTraining:
+    return BenchTraining(
         step_seconds=[9.0, *seconds, 9.0],
         losses=[*losses],
         peak_bytes=1 << 30,
@@ -69,4 +69,4 @@ def test_every_key_is_explained() -> None:
         re.findall(r"^\| `([^|]+)` \|", GUIDE.read_text().partition("What the JSON has")[2], flags=re.MULTILINE)
     )
     keys = {key for row in explained for key in re.split(r"`, `", row)}
-    assert keys == {"format_version", *(each.name for kind in (BenchReport, Training) for each in fields(kind))}
+    assert keys == {"format_version", *(each.name for kind in (BenchReport, BenchTraining) for each in fields(kind))}

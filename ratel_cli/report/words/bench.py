@@ -20,12 +20,12 @@ PLAIN, CHECKPOINTING, RATEL = "plain PyTorch", "with checkpointing", "Ratel"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Training:
+class BenchTraining:
     """What one process has measured that trained the model."""
 
     step_seconds: list[float]
     losses: list[float]
-    """Those of each step."""
+    """The mean loss of each step."""
     peak_bytes: int
     gpu_peak_bytes: int
     predicted_seconds: float = 0.0
@@ -53,15 +53,15 @@ class BenchReport:
     """The update of a layer's parameters, on one thread."""
     exact_losses: list[float]
     """Losses of plain PyTorch with gradients summed in fp32 and AdamW on the CPU, which Ratel's must be."""
-    rounds: list[dict[str, Training | None]]
+    rounds: list[dict[str, BenchTraining | None]]
     """By who trained, in turns; None: the model does not fit into memory that way."""
 
     def to_json(self) -> dict[str, object]:
         """The content that `ratel bench --json` prints, without the names of directories."""
         return {"format_version": FORMAT_VERSION, **asdict(self), "hardware": _nameless(self.hardware).to_json()}
 
-    def trainings(self, name: str) -> list[Training]:
-        """Those of one name, of all rounds."""
+    def trainings(self, name: str) -> list[BenchTraining]:
+        """The trainings of one name, of all rounds."""
         return [each for trained in self.rounds if (each := trained[name]) is not None]
 
     def seconds(self, name: str) -> float:

@@ -34,7 +34,7 @@ from ratel_cli.console import RunLog
 from ratel_cli.errors import EnvironmentFailure
 from ratel_cli.hardware.budget import BRIEF, FULL
 from ratel_cli.hardware.host import gpu_names
-from ratel_cli.report.words.bench import CHECKPOINTING, PLAIN, RATEL, BenchReport, Training
+from ratel_cli.report.words.bench import CHECKPOINTING, PLAIN, RATEL, BenchReport, BenchTraining
 from ratel_cli.run.ask.profile_model import measure_model
 from ratel_cli.run.files.places import environment_of
 from ratel_cli.run.files.profile_cache import profile_target
@@ -158,7 +158,7 @@ class _Bench:
                 ids = draw.choices(range(shape["vocab_size"]), k=config.sequence_len)
                 file.write(json.dumps({"input_ids": ids}) + "\n")
 
-    def rounds(self, end: float) -> Iterator[dict[str, Training | None]]:
+    def rounds(self, end: float) -> Iterator[dict[str, BenchTraining | None]]:
         """At most three rounds, and at least one; the others end before `end`, by `perf_counter`."""
         for number in (1, 2, 3):
             start = time.perf_counter()
@@ -168,12 +168,12 @@ class _Bench:
             if now + (now - start) > end:
                 break
 
-    def plain(self, *how: str) -> Training | None:
+    def plain(self, *how: str) -> BenchTraining | None:
         """Train in plain PyTorch. None if there is not enough memory."""
         printed = self._run("plain PyTorch", "ratel_cli.run.ask.plain_training", str(self._file), *how)
-        return None if printed is None else Training(**json.loads(printed.splitlines()[-1]))
+        return None if printed is None else BenchTraining(**json.loads(printed.splitlines()[-1]))
 
-    def ratel(self) -> Training:
+    def ratel(self) -> BenchTraining:
         """Train with `ratel finetune`, and remove what it leaves."""
         if self._run("ratel finetune", "ratel_cli", "finetune", str(self._file)) is None:
             raise _does_not_fit("ratel finetune")
@@ -184,7 +184,7 @@ class _Bench:
             rmtree(folder)
         planned = [each for each in steps if each.predicted_seconds == steps[-1].predicted_seconds]
         planned_bytes = len(planned) * (traffic["nvme_read_bytes"] + traffic["nvme_written_bytes"])
-        return Training(
+        return BenchTraining(
             step_seconds=[each.step_seconds for each in steps],
             losses=[each.loss for each in steps],
             peak_bytes=steps[-1].host_peak_bytes,

@@ -27,7 +27,7 @@ from ratel_cli.config.load import load_config
 from ratel_cli.hardware.gpu import compute_device, determinism
 from ratel_cli.hardware.host import peak_resident_bytes
 from ratel_cli.model.files.skeleton import DTYPES
-from ratel_cli.report.words.bench import Training
+from ratel_cli.report.words.bench import BenchTraining
 from ratel_cli.sizes import IGNORED_TARGET
 
 Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
@@ -92,7 +92,7 @@ class PlainTraining:
             parameter.copy_(master)
 
 
-def train_plainly(config: RunConfig, *, checkpointing: bool, is_exact: bool) -> Training:
+def train_plainly(config: RunConfig, *, checkpointing: bool, is_exact: bool) -> BenchTraining:
     """Train on the rows of the config's file in their order, with its model, split, rate and dtype.
 
     `checkpointing`: backward recomputes the layers.
@@ -118,7 +118,7 @@ def train_plainly(config: RunConfig, *, checkpointing: bool, is_exact: bool) -> 
                 if device.type != "cpu":
                     torch.accelerator.synchronize(device)
                 seconds.append(time.perf_counter() - start)
-        return Training(
+        return BenchTraining(
             step_seconds=seconds,
             losses=losses,
             peak_bytes=peak_resident_bytes(),
