@@ -1,7 +1,7 @@
 """What the documents promise and a machine can check: links, commands, configs, paths, keys, exit codes.
 
-The documents are README.md, CONTRIBUTING.md, CHANGELOG.md, kernels/README.md, examples/README.md, docs/*.md and
-docs/guide/*.md.
+The documents are README.md, CONTRIBUTING.md, CHANGELOG.md, kernels/README.md, examples/README.md, docs/*.md,
+docs/guide/*.md and docs/records/*.md.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ DOCUMENTS = tuple(
         "examples/README.md",
         "docs/*.md",
         "docs/guide/*.md",
+        "docs/records/*.md",
     )
     for path in sorted(ROOT.glob(pattern))
 )
