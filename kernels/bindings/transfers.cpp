@@ -30,6 +30,13 @@ nb::object checked(PyObject* object) {
   return nb::steal(object);
 }
 
+// Puts an element into a new tuple that nothing else refers to.
+void set_item(const nb::object& tuple, Py_ssize_t place, nb::object element) {
+  if (PyTuple_SetItem(tuple.ptr(), place, element.release().ptr()) != 0) {
+    throw nb::python_error();
+  }
+}
+
 // A memoryview of bytes.
 class Bytes {
  public:
@@ -37,12 +44,17 @@ class Bytes {
     if (!PyMemoryView_Check(memory.ptr())) {
       throw nb::type_error("a transfer needs a memoryview");
     }
-    const Py_buffer& buffer = *PyMemoryView_GET_BUFFER(memory.ptr());
-    if (buffer.itemsize != 1 || !PyBuffer_IsContiguous(&buffer, 'C')) {
-      throw std::invalid_argument("a transfer needs contiguous bytes");
+    Py_buffer buffer;
+    if (PyObject_GetBuffer(memory.ptr(), &buffer, PyBUF_FULL_RO) != 0) {
+      throw nb::python_error();
     }
+    const bool is_bytes = buffer.itemsize == 1 && PyBuffer_IsContiguous(&buffer, 'C');
     address_ = reinterpret_cast<uintptr_t>(buffer.buf);
     size_ = static_cast<uint64_t>(buffer.len);
+    PyBuffer_Release(&buffer);  // the memoryview keeps its own hold of the memory
+    if (!is_bytes) {
+      throw std::invalid_argument("a transfer needs contiguous bytes");
+    }
   }
 
   uintptr_t address() const { return address_; }
@@ -92,6 +104,7 @@ class Stripes {
     if (!PyType_IsSubtype(type, &PyTuple_Type)) {
       throw nb::type_error("extent: must be a type of tuples");
     }
+    const auto alloc = reinterpret_cast<allocfunc>(PyType_GetSlot(type, Py_tp_alloc));
     std::vector<nb::object> descriptors;
     for (nb::handle fd : fds) {
       descriptors.push_back(nb::borrow(fd));
@@ -104,10 +117,10 @@ class Stripes {
       const nb::object memory = part[1];
       const Bytes bytes(memory);
       walk(nb::cast<uint64_t>(part[0]), bytes.size(), [&](size_t file, uint64_t offset, uint64_t start, uint64_t length) {
-        const nb::object each = checked(type->tp_alloc(type, 3));
-        PyTuple_SET_ITEM(each.ptr(), 0, nb::object(descriptors[file]).release().ptr());
-        PyTuple_SET_ITEM(each.ptr(), 1, nb::int_(offset).release().ptr());
-        PyTuple_SET_ITEM(each.ptr(), 2, bytes.slice(start, start + length).release().ptr());
+        const nb::object each = checked(alloc(type, 3));
+        set_item(each, 0, descriptors[file]);
+        set_item(each, 1, nb::int_(offset));
+        set_item(each, 2, bytes.slice(start, start + length));
         found.append(each);
       });
     }
