@@ -1,4 +1,6 @@
-"""Options of the commands from a first config to a trained model: `finetune`, `init`, `check`, `profile`, `plan`.
+"""Options of the commands from a first try to a trained model.
+
+They are `demo`, `finetune`, `init`, `check`, `profile` and `plan`.
 
 Each command imports its own file when it is called, so that `--help` and a wrong argument are answered at once.
 """
@@ -33,6 +35,27 @@ RunOrModel = Annotated[
         show_default=False,
     ),
 ]
+
+
+@commands.command(
+    help="Try it without a model: make a small one and data for it, fine-tune it with all state on disk, and let it "
+    "answer a question. Takes a few minutes; nothing is downloaded.",
+    epilog="Example: ratel demo --keep demo",
+)
+def demo(
+    keep: Annotated[
+        Path | None,
+        typer.Option(
+            "--keep",
+            metavar="DIR",
+            help="Make it all in DIR, a new directory, and leave it there. Default: a temporary one.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    from ratel_cli.cli import demo as command
+
+    command.run(keep)
 
 
 @commands.command(

@@ -22,7 +22,9 @@ from ratel_cli.run.files.run_directory import is_output_of_run, read_config
 from ratel_cli.run.start.starting_text import STEP_TOKENS, TEXT_LENGTH, starting_text
 from ratel_cli.sizes import STEP_KEYS
 
-_SHAPES = Path(__file__).parents[3] / "configs" / "models"
+_INSTALLED = Path(__file__).parents[2] / "configs"
+SHIPPED = _INSTALLED if _INSTALLED.is_dir() else Path(__file__).parents[3] / "configs"
+"""The directory `configs`: a wheel has it in the package, a clone beside it."""
 _CONFIG_NAMES = (".yaml", ".yml", ".json", ".gz")
 
 
@@ -38,7 +40,7 @@ class PlannedConfig:
 
 def config_to_plan(named: Path, overrides: Sequence[str], log: RunLog) -> PlannedConfig:
     """The config of what the command line names. Raises BadInput."""
-    shapes = {path.stem: path for path in sorted(_SHAPES.glob("*.yaml"))}
+    shapes = {path.stem: path for path in sorted((SHIPPED / "models").glob("*.yaml"))}
     path = named if os.path.lexists(named) else shapes.get(str(named), named)
     if os.path.isfile(path / "config.json") and not is_output_of_run(path):
         return _of_model(path, overrides)

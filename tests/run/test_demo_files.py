@@ -1,10 +1,11 @@
-"""What the demo's data is made of. That the demo runs is for `make demo` to show."""
+"""What the demo's data is made of. That it runs is shown by tests/e2e/test_demo.py, and by `make demo`."""
 
 from __future__ import annotations
 
 import pytest
 
-from scripts.make_demo import ANSWER_CHARACTERS, beginning, questions_and_answers
+from ratel_cli.cli.demo import QUESTION
+from ratel_cli.run.start.demo import ANSWER_CHARACTERS, beginning, questions_and_answers
 
 
 def test_questions_are_distinct_and_answers_are_there() -> None:
@@ -12,7 +13,7 @@ def test_questions_are_distinct_and_answers_are_there() -> None:
     assert len(rows) > 50
     assert len({question for question, _ in rows}) == len(rows)
     assert all(answer and answer == answer.rstrip() for _, answer in rows)
-    assert "What is lambda?" in {question for question, _ in rows}
+    assert QUESTION in {question for question, _ in rows}
     assert rows == list(questions_and_answers())
 
 
