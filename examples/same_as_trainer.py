@@ -7,7 +7,7 @@ The models are tiny, with random weights, and the data is made on the spot, so n
 model in memory. Ratel has it in a store on disk, and one layer at a time in memory. The exit code is 0 if everything
 is equal. `--directory` keeps models, data, config and outputs.
 
-Needs accelerate, as every Trainer does: pip install ratel-cli[examples]
+Needs accelerate, as every Trainer does: the extra `examples` of Ratel has it
 """
 
 from __future__ import annotations

@@ -13,11 +13,15 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from importlib.metadata import PackageNotFoundError, requires
+from importlib.util import find_spec
 from pathlib import Path
 
 from ratel_cli.errors import RatelError
 
 _PLACEHOLDER = re.compile(r"`ratel (\w+) CONFIG(?= |`)")
+_EXTRA = re.compile(r"""extra == ['"]([\w-]+)""")
+"""In a requirement: the extra that it belongs to."""
 _TAKE_OVERRIDES = frozenset({"check", "data", "finetune", "plan", "restore"})
 
 _named_run: ContextVar[tuple[str, ...]] = ContextVar("named_run", default=())
@@ -29,18 +33,37 @@ def command(*words: object) -> str:
     return f"`{shlex.join(['ratel', *map(str, words)])}`"
 
 
-def pip_install(package: str) -> str:
-    """The command that installs a package where Ratel itself is installed, to paste.
+def pip_install(*packages: str) -> str:
+    """The command that installs packages where Ratel itself is installed, to paste.
 
-    The `pip` of the shell is another one where the environment is not activated.
+    The `pip` of the shell is another one where the environment is not activated. What pipx and uv make has none.
     """
-    python = Path(sys.executable)
+    python, prefix = Path(sys.executable), Path(sys.prefix)
     found = shutil.which("pip")
-    if found is not None and Path(found).parent == python.parent:
-        return shlex.join(["pip", "install", package])
     if python.is_relative_to(Path.cwd()):
         python = python.relative_to(Path.cwd())
-    return shlex.join([str(python), "-m", "pip", "install", package])
+    if (prefix / "pipx_metadata.json").is_file():
+        installer = ["pipx", "runpip", prefix.name, "install"]
+    elif find_spec("pip") is None and shutil.which("uv") is not None:
+        installer = ["uv", "pip", "install", "--python", str(python)]
+    elif found is not None and Path(found).parent == Path(sys.executable).parent:
+        installer = ["pip", "install"]
+    else:
+        installer = [str(python), "-m", "pip", "install"]
+    return shlex.join([*installer, *packages])
+
+
+def install_extras(*extras: str) -> str:
+    """The command that installs what these extras of Ratel need, to paste.
+
+    It names the packages themselves, which any index has: Ratel may have come from a file or a clone.
+    """
+    try:
+        needed = requires("ratel-cli") or []
+    except PackageNotFoundError:
+        needed = []
+    wanted = [each.partition(";")[0].strip() for each in needed if set(_EXTRA.findall(each)) & set(extras)]
+    return pip_install(*(wanted or [f"ratel-cli[{','.join(extras)}]"]))
 
 
 def name_run(path: Path, overrides: Sequence[str] = ()) -> None:

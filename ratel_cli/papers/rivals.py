@@ -53,6 +53,7 @@ from importlib import import_module
 from math import gcd
 from typing import Literal
 
+from ratel_cli.commands import install_extras
 from ratel_cli.hardware.spec import HardwareProfile, Link
 from ratel_cli.papers.memferry import timeline
 from ratel_cli.papers.memferry_costs import WeightUse, kept_weight_bytes
@@ -139,7 +140,7 @@ def _host_rivals(equations: Equations, found: Search) -> Iterator[Outcome]:
     try:
         stored = store_within(equations.operators, available_bytes=-missing_bytes)
     except ModuleNotFoundError:
-        why_not = "its solver needs scipy: pip install scipy"
+        why_not = f"its solver needs scipy: {install_extras('compare')}"
         yield Outcome(strategy="checkmate", why_not=why_not, point=found.points[0])
     else:
         yield Outcome(strategy="checkmate", point=_point_of(equations, found, stored))

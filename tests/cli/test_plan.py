@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from ratel_cli.cli.app import main
-from ratel_cli.commands import pip_install
+from ratel_cli.commands import install_extras
 from ratel_cli.config.load import load_config, to_yaml
 from ratel_cli.console import RunLog
 from ratel_cli.errors import BadInput
@@ -534,7 +534,7 @@ def test_a_picture_that_cannot_be_drawn(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     result = ask(config, "--hardware", machine, "--plot", here / "curve.svg")
     assert (result.code, result.out) == (3, "")
-    assert f"hint: {pip_install('ratel-cli[plot]')}\n" in result.err
+    assert f"hint: {install_extras('plot')}\n" in result.err
 
 
 @pytest.mark.parametrize("cost_model", [pytest.param("ratel", marks=pytest.mark.nightly), "paper"])
@@ -577,11 +577,11 @@ def test_rates_say_whether_padding_counts(ask: Ask, config: Path, machine: Path)
 def test_without_scipy_a_strategy_says_what_to_install(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "scipy.optimize", None)
     result = ask(*PAPER_13B, "--compare", "limits.host_memory=128GiB")
-    assert "its solver needs scipy: pip install scipy" in result.out
+    assert f"its solver needs scipy: {install_extras('compare')}" in result.out
     compared = json.loads(ask(*PAPER_13B, "--compare", "--json", "limits.host_memory=128GiB").out)["compare"]
     assert compared["strategies"][4] == {
         "strategy": "checkmate",
-        "why_not": "its solver needs scipy: pip install scipy",
+        "why_not": f"its solver needs scipy: {install_extras('compare')}",
     }
 
 

@@ -9,6 +9,7 @@ import pytest
 from mistral_common.tokens.tokenizers.mistral import MistralTokenizer as Library
 from mistral_common.tokens.tokenizers.utils import get_one_valid_tokenizer_file
 
+from ratel_cli.commands import install_extras
 from ratel_cli.data.samples.samples import Encoded
 from ratel_cli.data.sources.encode import SampleEncoder
 from ratel_cli.data.text import mistral_tokenizer
@@ -89,4 +90,4 @@ def test_the_package_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mistral_tokenizer, "find_spec", lambda name: None)
     with pytest.raises(BadInput, match="the package mistral-common is not installed here") as raised:
         MistralTokenizer(DATA / SHIPPED["v1"])
-    assert raised.value.hint is not None and "ratel-cli[mistral]" in raised.value.hint
+    assert raised.value.hint is not None and install_extras("mistral") in raised.value.hint

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, MistralConfig, MistralForCausalLM
 
+from ratel_cli.commands import install_extras
 from ratel_cli.data.text import mistral_tokenizer
 from tests.data.mistral_oracle import prompt, turns, whole
 from tests.e2e.conftest import MakeConfig
@@ -123,7 +124,7 @@ def test_the_package_is_missing(make_config: MakeConfig, mistral_base: Path, mon
     for command in ("check", "finetune", "data"):
         ended = ratel(command, config)
         assert_rejected(ended, 2, "tokenizer_use_mistral_common: the package mistral-common is not installed here")
-        assert len(ended.errors) == 1 and "ratel-cli[mistral]" in ended.stderr
+        assert len(ended.errors) == 1 and install_extras("mistral") in ended.stderr
     assert not config.output.exists()
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from ratel_cli.commands import install_extras
 from tests.e2e.conftest import MakeConfig
 from tests.e2e.runs import Config, assert_rejected, works
 from tests.run.fake_trackers import CALLS, TROUBLE, logged, read_calls, write_packages
@@ -91,7 +92,7 @@ def test_a_tracker_that_is_not_installed(make_config: MakeConfig) -> None:
     for arguments in ([], ["--dry-run"]):
         ended = config.finetune(*arguments)
         assert_rejected(ended, 2, "report_to: trackio cannot be used: not installed here")
-        assert "pip install 'ratel-cli[trackio]', or set report_to: none\n" in ended.stderr
+        assert f"{install_extras('trackio')}, or set report_to: none\n" in ended.stderr
         assert not config.output.exists(), "it is said before anything is written"
 
 

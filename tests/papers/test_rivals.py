@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 
+from ratel_cli.commands import install_extras
 from ratel_cli.papers.prefix import Equations, SwappableOperator, search
 from ratel_cli.papers.ratel import PaperEquations
 from ratel_cli.papers.rivals import Outcome, Strategy, compare, flash_neuron_parameters
@@ -151,7 +152,7 @@ def test_checkmate_fills_main_memory_with_what_saves_most() -> None:
 def test_checkmate_without_scipy_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "scipy.optimize", None)
     found = outcomes(paper_equations(batch_size=32, available_bytes=30 * 10**9))
-    assert found["checkmate"].why_not == "its solver needs scipy: pip install scipy"
+    assert found["checkmate"].why_not == f"its solver needs scipy: {install_extras('compare')}"
     assert [name for name, outcome in found.items() if outcome.why_not] == ["checkmate"]
 
 

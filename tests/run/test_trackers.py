@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from ratel_cli.commands import pip_install
+from ratel_cli.commands import install_extras
 from ratel_cli.config.keys.schema import DatasetConfig, RunConfig
 from ratel_cli.console import RunLog
 from ratel_cli.errors import BadInput
@@ -355,7 +355,7 @@ def test_a_tracker_that_is_not_installed_is_named_with_the_command(
     with pytest.raises(BadInput) as raised:
         check_trackers(bench.config("wandb", "trackio"))
     assert raised.value.message == "report_to: wandb and trackio cannot be used: not installed here"
-    assert raised.value.hint == f"{pip_install('ratel-cli[wandb,trackio]')}, or set report_to: none"
+    assert raised.value.hint == f"{install_extras('wandb', 'trackio')}, or set report_to: none"
 
 
 def test_values_that_are_no_numbers_are_left_out() -> None:

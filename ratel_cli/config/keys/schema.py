@@ -318,7 +318,7 @@ class RunConfig(Section):
     ] = False
     """Tokenise with the package mistral-common, the reference for Mistral's models, instead of transformers, and encode
     conversations by it, without a chat template. It reads `tekken.json`, or `tokenizer.model`: of version 1 unless its
-    name ends with another one, such as `.v3`. Needs `pip install 'ratel-cli[mistral]'`."""
+    name ends with another one, such as `.v3`. Needs the extra `mistral`."""
     train_on_inputs: Annotated[
         TrainOnInputs, ignored_with("rl", of=(True,), why="preference losses do not count prompts")
     ] = False
@@ -611,9 +611,9 @@ class RunConfig(Section):
     logging_steps: Whole = Field(default=1, ge=1)
     """Print a line every N steps. run/metrics.jsonl in the output directory always has every step."""
     report_to: TrackerNames = ()
-    """Send the metrics of every step to these trackers. Each is a package of its own, such as
-    `pip install 'ratel-cli[wandb]'`, and takes its settings from the environment: WANDB_MODE, MLFLOW_TRACKING_URI.
-    Default: none; Ratel then sends no data anywhere."""
+    """Send the metrics of every step to these trackers. Each is a package of its own, which the extra of its name
+    installs, and takes its settings from the environment: WANDB_MODE, MLFLOW_TRACKING_URI. Default: none; Ratel then
+    sends no data anywhere."""
     run_name: Annotated[str, Field(min_length=1)] | None = None
     """What trackers call the run. Default: the name of `output_dir`."""
     project: Annotated[str, Field(min_length=1)] | None = None

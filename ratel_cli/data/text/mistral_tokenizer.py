@@ -18,7 +18,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Protocol, cast
 
-from ratel_cli.commands import pip_install
+from ratel_cli.commands import install_extras
 from ratel_cli.data.text.drafts import Unusable
 from ratel_cli.data.text.mistral_messages import MistralRequest
 from ratel_cli.data.text.tokenizer import AddedToken, FastBackend
@@ -79,7 +79,7 @@ class Block:
 def check_mistral_common() -> None:
     """Raise BadInput unless the package is installed."""
     if find_spec("mistral_common") is None:
-        raise BadInput(_MISSING, f"{pip_install('ratel-cli[mistral]')}, or remove tokenizer_use_mistral_common")
+        raise BadInput(_MISSING, f"{install_extras('mistral')}, or remove tokenizer_use_mistral_common")
 
 
 def mistral_file(names: Sequence[str]) -> str | None:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from ratel_cli.closing import Closing
+from ratel_cli.commands import install_extras
 from ratel_cli.data.samples.sample_batch import SampleBatch
 from ratel_cli.errors import BadInput, EnvironmentFailure, IntegrityFailure, excerpt, first_line
 from ratel_cli.model.cut.find_layers import find_layers
@@ -49,9 +50,8 @@ def denoiser_class() -> Any:  # noqa: ANN401 (diffusers has no types)
 
             return getattr(diffusers, CLASS_NAME)
     except ImportError as error:
-        raise EnvironmentFailure(
-            "datasets of type: latents need the package diffusers", "pip install 'ratel-cli[diffusion]'"
-        ) from error
+        message = "datasets of type: latents need the package diffusers"
+        raise EnvironmentFailure(message, install_extras("diffusion")) from error
 
 
 def build_denoiser(config: DenoiserConfig, *, dtype: DtypeName) -> nn.Module:

@@ -10,7 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Protocol
 
-from ratel_cli.commands import pip_install
+from ratel_cli.commands import install_extras
 from ratel_cli.errors import BadInput, EnvironmentFailure
 from ratel_cli.planning.search.prediction import Prediction
 from ratel_cli.units import byte_unit, format_bytes
@@ -53,7 +53,7 @@ def check_picture(path: Path) -> None:
     try:
         import_module("matplotlib")
     except ModuleNotFoundError as exc:
-        raise EnvironmentFailure("--plot needs matplotlib", pip_install("ratel-cli[plot]")) from exc
+        raise EnvironmentFailure("--plot needs matplotlib", install_extras("plot")) from exc
 
 
 def draw_picture(prediction: Prediction, path: Path) -> None:

@@ -20,7 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from ratel_cli.closing import Closing
-from ratel_cli.commands import pip_install
+from ratel_cli.commands import install_extras
 from ratel_cli.config.keys.schema import RunConfig
 from ratel_cli.console import RunLog
 from ratel_cli.errors import BadInput, printable
@@ -56,10 +56,9 @@ def check_trackers(config: RunConfig) -> None:
     """Raise BadInput for the trackers whose packages are missing."""
     missing = [tracker for tracker in config.report_to if not _is_installed(tracker)]
     if missing:
-        names = f"ratel-cli[{','.join(missing)}]"
         raise BadInput(
             f"report_to: {' and '.join(missing)} cannot be used: not installed here",
-            f"{pip_install(names)}, or set report_to: none",
+            f"{install_extras(*missing)}, or set report_to: none",
         )
 
 
