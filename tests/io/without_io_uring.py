@@ -1,22 +1,27 @@
 """A process in which io_uring is forbidden: transfers use threads, with one notice.
 
-Usage, at the top of the repository: python -m tests.io.without_io_uring FILE. Fails with an AssertionError.
+Usage, at the top of the repository: python -m tests.io.without_io_uring FILE. Fails with an AssertionError. Or, with
+`ratel` and its arguments in place of FILE, for a command in such a process.
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import sys
 from pathlib import Path
 
+from ratel_cli.cli import app as command_line
 from ratel_cli.errors import EnvironmentFailure
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.queue import Extent, open_queue
 
 _PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER = 38, 22, 2
 _LOAD_WORD, _JUMP_IF_EQUAL, _RETURN = 0x20, 0x15, 0x06
-_ALLOW, _FAIL_WITH_EPERM = 0x7FFF0000, 0x00050001
+_ALLOW, _FAIL_WITH = 0x7FFF0000, 0x00050000
+ERROR = "TEST_IO_URING_ERROR"
+"""In the environment: the number of the error with which a command's calls fail."""
 _IO_URING_SETUP = 425  # the same number on every architecture
 
 
@@ -33,12 +38,13 @@ class _Program(ctypes.Structure):
     _fields_ = [("num_instructions", ctypes.c_ushort), ("instructions", ctypes.POINTER(_Instruction))]
 
 
-def forbid_io_uring() -> None:
-    """Install a system call filter under which io_uring_setup is not permitted."""
+def forbid_io_uring(error: int = errno.EPERM) -> None:
+    """Install a system call filter under which io_uring_setup fails with this error: EPERM as in Docker and podman, or
+    ENOSYS as where the filter does not know the call."""
     instructions = (_Instruction * 4)(
         _Instruction(_LOAD_WORD, 0, 0, 0),  # the number of the system call
         _Instruction(_JUMP_IF_EQUAL, 0, 1, _IO_URING_SETUP),
-        _Instruction(_RETURN, 0, 0, _FAIL_WITH_EPERM),
+        _Instruction(_RETURN, 0, 0, _FAIL_WITH | error),
         _Instruction(_RETURN, 0, 0, _ALLOW),
     )
     program = _Program(len(instructions), instructions)
@@ -52,6 +58,9 @@ def forbid_io_uring() -> None:
 
 
 def main() -> None:
+    if sys.argv[1] == "ratel":
+        forbid_io_uring(int(os.environ.get(ERROR, errno.EPERM)))
+        sys.exit(command_line.main(sys.argv[2:]))
     forbid_io_uring()
     notices: list[str] = []
     fd = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT)
