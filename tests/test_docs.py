@@ -1,7 +1,7 @@
 """What the documents promise and a machine can check: links, commands, configs, paths, keys, exit codes.
 
-The documents are README.md, CONTRIBUTING.md, CHANGELOG.md, kernels/README.md, examples/README.md, docs/*.md,
-docs/guide/*.md and docs/records/*.md.
+The documents are README.md, CONTRIBUTING.md, CHANGELOG.md, kernels/README.md, examples/README.md, .github/*.md,
+docs/*.md, docs/guide/*.md and docs/records/*.md.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ DOCUMENTS = tuple(
         "CHANGELOG.md",
         "kernels/README.md",
         "examples/README.md",
+        ".github/*.md",
         "docs/*.md",
         "docs/guide/*.md",
         "docs/records/*.md",

@@ -15,21 +15,24 @@ from ratel_cli.run.start import demo, planned_config
 from tests.e2e.conftest import SignalAt
 from tests.e2e.runs import Ended, ratel
 
-FEW_STEPS = 3
+FEW_STEPS = 8
+SMALL = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
 
 
 @pytest.fixture
 def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The demo trains for some steps of one short sample instead of 80."""
-    write = demo.write_config
+    """The demo has a smaller model, which it trains for some steps of short samples instead of 80."""
+    write, config = demo.write_config, demo.LlamaConfig
 
     def shortened(directory: Path) -> Path:
         path = write(directory)
-        text = re.sub(r"(?m)^max_steps: .*$", f"max_steps: {FEW_STEPS}", path.read_text())
-        path.write_text(re.sub(r"(?m)^warmup_steps: .*$", "warmup_steps: 1", text))
+        text = re.sub(r"(?m)^sequence_len: .*\n", "", path.read_text())
+        text = re.sub(r"(?m)^max_steps: .*$", f"max_steps: {FEW_STEPS}", text)
+        path.write_text(re.sub(r"(?m)^warmup_steps: .*$", "warmup_steps: 1\nsequence_len: 128", text))
         return path
 
     monkeypatch.setattr(demo, "write_config", shortened)
+    monkeypatch.setattr(demo, "LlamaConfig", lambda **values: config(**{**values, **SMALL}))
 
 
 @pytest.fixture
