@@ -20,6 +20,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from threading import Timer
 from types import FrameType
 from typing import Annotated, Self
@@ -154,13 +155,16 @@ class _Termination(Closing):
 
     def _raise_again(self, unraisable: sys.UnraisableHookArgs) -> None:
         if issubclass(unraisable.exc_type, KeyboardInterrupt):
-            # By a thread, a little later: here, nothing can be raised either.
-            if self._again is not None:
-                self._again.cancel()
-            self._again = Timer(
-                _AGAIN_SECONDS, os.kill, (os.getpid(), signal.SIGTERM if self.received else signal.SIGINT)
-            )
-            self._again.start()
+            # By a thread, a little later: here, nothing can be raised either. Nor what another signal raises meanwhile.
+            is_started = False
+            while not is_started:
+                with suppress(KeyboardInterrupt):
+                    if self._again is not None:
+                        self._again.cancel()
+                    number = signal.SIGTERM if self.received else signal.SIGINT
+                    self._again = Timer(_AGAIN_SECONDS, os.kill, (os.getpid(), number))
+                    self._again.start()
+                    is_started = True
         else:
             self._previous_hook(unraisable)
 

@@ -37,9 +37,9 @@ def run(keep: Path | None) -> None:
         try:
             _train_and_ask(config, log)
         except Interrupted as stopped:
-            if keep is None:
-                raise
-            message = f"Stopped. Run {command('finetune', config)} to continue."
+            message = "Stopped. All of it is removed again."
+            if keep is not None:
+                message = f"Stopped. Run {command('finetune', config)} to continue."
             raise Interrupted(stopped.signal_number, message) from stopped
     if keep is None:
         log.say(f"all of it is removed again; {command('demo', '--keep', 'DIR')} keeps it")

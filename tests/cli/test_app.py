@@ -98,7 +98,7 @@ def test_ranks_get_the_same_arguments(install: Install) -> None:
 
 
 COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-VALUES = ("a b", "1", "0.5", "1GB/s", "original")
+VALUES = ("a b", "1", "0.5", "1GB/s", "original", "small")
 
 
 def options_of(command: typer.core.TyperCommand) -> list[str]:
