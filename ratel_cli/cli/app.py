@@ -159,8 +159,9 @@ class _Termination(Closing):
             is_started = False
             while not is_started:
                 with suppress(KeyboardInterrupt):
-                    if self._again is not None:
+                    if self._again is not None and self._again.ident is not None:
                         self._again.cancel()
+                        self._again.join()  # or its signal would come later, to whatever runs then
                     number = signal.SIGTERM if self.received else signal.SIGINT
                     self._again = Timer(_AGAIN_SECONDS, os.kill, (os.getpid(), number))
                     self._again.start()
