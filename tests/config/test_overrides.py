@@ -99,7 +99,7 @@ ERRORS: list[tuple[str, str | None]] = [
     ("storage.engine.x=3", "`storage.engine` has no keys"),
     ("storage.snapshot.path.x=3", "`storage.snapshot.path` has no keys"),
     ("storage.engin=threads", "unknown key `engin` in `storage` | did you mean `engine`?"),
-    ("storage.engine=io", "`storage.engine` must be `auto`, `io_uring` or `threads`, not 'io'"),
+    ("storage.engine=io", "`storage.engine` must be `auto`, `io_uring`, `liburing` or `threads`, not 'io'"),
     ("seed=x", "`seed` must be a whole number, not 'x'"),
     ("datasets.x=x", "`x` is not the number of a dataset | datasets are numbered from 0: datasets.0.path=a.jsonl"),
     ("datasets.2.path=x", "there is no dataset 2; the config has 2, numbered from 0"),

@@ -113,7 +113,7 @@ def _plan(draw: _Draw) -> list[str]:
     picture = draw.maybe("--plot", *draw.one_of(*([each] for each in drawn)))
     parts = [each for option, part in _PARTS.items() for each in draw.maybe(option, part)]
     hardware = draw.one_of([], parts, ["--hardware", draw.tree.run / "run" / "hardware.json"])
-    asked = draw.one_of([], [], [], ["--prices"], ["--direct"], ["--rok"])
+    asked = draw.one_of([], [], ["--prices"], ["--prices"], ["--direct"], ["--rok"])
     asked = [*draw.maybe("--compare"), *draw.maybe("--largest"), *asked]
     several = ["--ranks", "4", "--nodes", "2", "--network", "1GB/s"]
     asked = draw.one_of(asked, asked, ["--ranks", "3"], several)
@@ -203,11 +203,17 @@ def _bench(draw: _Draw) -> list[str]:
     return ["--storage", str(draw.place / "nowhere"), *sizes, *draw.maybe("--seconds", "1"), *draw.json]
 
 
+def _demo(_draw: _Draw) -> list[str]:
+    """Into a place that is taken: training takes minutes."""
+    return ["--keep", __file__]
+
+
 _ARGUMENTS: dict[str, Callable[[_Draw], list[str]]] = {
     "bench": _bench,
     "check": _check,
     "clean": _clean,
     "data": _data,
+    "demo": _demo,
     "doctor": _machine,
     "env": _machine,
     "eval": _eval,

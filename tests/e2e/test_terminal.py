@@ -29,6 +29,7 @@ import torch
 from ratel_cli.cli.app import main
 from tests.e2e.conftest import MakeConfig
 from tests.e2e.runs import Config, measured_briefly
+from tests.real_time import in_real_time
 from tests.terminal import Screen
 from tests.tiers import sample
 
@@ -251,6 +252,7 @@ def test_a_run_that_fails(make_config: MakeConfig) -> None:
 
 
 @pytest.mark.full
+@in_real_time
 def test_a_terminal_that_is_resized(make_config: MakeConfig) -> None:
     config = make_config(max_steps=100_000)
     with session(config, columns=140) as running:

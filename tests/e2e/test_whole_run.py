@@ -109,7 +109,7 @@ def test_the_metrics_are_those_of_the_interface(chat_run: Config) -> None:
 
 @pytest.mark.full
 def test_a_trace_has_a_track_for_each_resource(make_config: MakeConfig) -> None:
-    config = make_config(trace=True, max_steps=3, optimizer_overlap="naive", limits={"host_memory": "2GiB"})
+    config = make_config(trace=True, max_steps=3, optimizer_overlap="naive", limits={"host_memory": "4GiB"})
     config.succeed()
     events = json.loads((config.output / "run" / "trace.json").read_text())
     tracks = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
