@@ -20,7 +20,6 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Sequence
-from contextlib import suppress
 from threading import Timer
 from types import FrameType
 from typing import Annotated, Self
@@ -142,9 +141,7 @@ class _Termination(Closing):
 
     def close(self) -> None:
         """Install the earlier handlers again. Idempotent."""
-        if self._again is not None:
-            self._again.cancel()
-            self._again.join()
+        self._drop_timer()
         sys.unraisablehook = self._previous_hook
         # None: it was not installed from Python, so Python cannot install it again.
         signal.signal(signal.SIGTERM, signal.SIG_DFL if self._previous is None else self._previous)
@@ -154,20 +151,28 @@ class _Termination(Closing):
         raise KeyboardInterrupt
 
     def _raise_again(self, unraisable: sys.UnraisableHookArgs) -> None:
-        if issubclass(unraisable.exc_type, KeyboardInterrupt):
-            # By a thread, a little later: here, nothing can be raised either. Nor what another signal raises meanwhile.
-            is_started = False
-            while not is_started:
-                with suppress(KeyboardInterrupt):
-                    if self._again is not None and self._again.ident is not None:
-                        self._again.cancel()
-                        self._again.join()  # or its signal would come later, to whatever runs then
-                    number = signal.SIGTERM if self.received else signal.SIGINT
-                    self._again = Timer(_AGAIN_SECONDS, os.kill, (os.getpid(), number))
-                    self._again.start()
-                    is_started = True
-        else:
+        if not issubclass(unraisable.exc_type, KeyboardInterrupt):
             self._previous_hook(unraisable)
+            return
+        while True:
+            try:
+                self._start_timer()
+            except KeyboardInterrupt:  # of another signal, while the timer was being started
+                continue
+            return
+
+    def _start_timer(self) -> None:
+        """Send the signal again a little later, from a thread: here, nothing can be raised either."""
+        self._drop_timer()
+        number = signal.SIGTERM if self.received else signal.SIGINT
+        self._again = Timer(_AGAIN_SECONDS, os.kill, (os.getpid(), number))
+        self._again.start()
+
+    def _drop_timer(self) -> None:
+        """Wait until no timer can send a signal any more, which would come to whatever runs then."""
+        if self._again is not None and self._again.ident is not None:
+            self._again.cancel()
+            self._again.join()
 
 
 def _run(arguments: Sequence[str] | None) -> int | None:
