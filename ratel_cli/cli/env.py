@@ -13,7 +13,8 @@ from pathlib import Path
 
 from ratel_cli.console import RunLog
 from ratel_cli.report.words.environment import environment_rows
-from ratel_cli.run.files.places import environment_of, find_places
+from ratel_cli.run.ask.environment import environment_of
+from ratel_cli.run.files.places import find_places
 
 
 def run(arguments: Sequence[Path], *, as_json: bool) -> None:

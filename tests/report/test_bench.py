@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ratel_cli.report.words.bench import CHECKPOINTING, PLAIN, RATEL, BenchReport, BenchTraining, bench_lines
-from ratel_cli.run.files.places import environment_of
+from ratel_cli.run.ask.environment import environment_of
 from tests.hardware.profiles import WITHOUT_GPU
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guide" / "bench.md"

@@ -35,8 +35,8 @@ from ratel_cli.errors import EnvironmentFailure
 from ratel_cli.hardware.budget import BRIEF, FULL
 from ratel_cli.hardware.host import gpu_names
 from ratel_cli.report.words.bench import CHECKPOINTING, PLAIN, RATEL, BenchReport, BenchTraining
+from ratel_cli.run.ask.environment import environment_of
 from ratel_cli.run.ask.profile_model import measure_model
-from ratel_cli.run.files.places import environment_of
 from ratel_cli.run.files.profile_cache import profile_target
 from ratel_cli.run.files.run_directory import METRICS_NAME, PLAN_NAME, read_config
 from ratel_cli.run.inputs.base_kinds import build_model
@@ -63,7 +63,7 @@ def llama_shape(
 
 
 def _steps(rows: int, row_tokens: int, *, micro_batches: int = 1, steps: int, **limits: str) -> dict[str, object]:
-    """The keys of a config for as many steps of so many rows."""
+    """Config keys for `steps` steps, each of `micro_batches` micro-batches of `rows` rows with `row_tokens` tokens."""
     split = {"micro_batch_size": rows, "sequence_len": row_tokens, "gradient_accumulation_steps": micro_batches}
     return {**split, "max_steps": steps, "limits": limits}
 

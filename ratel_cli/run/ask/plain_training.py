@@ -101,10 +101,8 @@ def train_plainly(config: RunConfig, *, checkpointing: bool, is_exact: bool) -> 
     assert directory is not None
     with nullcontext() if device.type == "cpu" else determinism(True, device, notice=print):  # as a run does
         model = AutoModelForCausalLM.from_pretrained(directory, dtype=DTYPES[config.dtype])
-        for parameter in model.parameters():
-            parameter.data = (
-                parameter.data.clone()
-            )  # in a mapped file a matrix may begin where products round otherwise
+        for parameter in model.parameters():  # in a mapped file a matrix may begin where products round otherwise
+            parameter.data = parameter.data.clone()
         nn.Module.to(model.train(), device)
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})

@@ -1,5 +1,4 @@
-"""The arguments of `ratel env` and `ratel doctor`: configs, output directories of runs, or directories of drives; and
-what the machine is.
+"""The arguments of `ratel env` and `ratel doctor`: configs, output directories of runs, or directories of drives.
 
 Invariant: nothing heavy is imported, so a wrong argument is answered at once.
 """
@@ -10,21 +9,12 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
 from ratel_cli.config.keys.schema import RunConfig
 from ratel_cli.config.overrides import is_override
 from ratel_cli.console import RunLog
 from ratel_cli.errors import BadInput
-from ratel_cli.hardware.environment import Environment, describe_environment
-from ratel_cli.hardware.system_files import SystemFiles
 from ratel_cli.run.files.run_directory import is_output_of_run, read_config
-from ratel_cli.run.files.user_cache import software_versions
-
-_PACKAGES: Final = (
-    "ratel-cli", "torch", "transformers", "tokenizers", "safetensors", "datasets", "huggingface-hub", "numpy",
-    "rich", "pydantic", "flash-attn", "mistral-common",
-)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,9 +46,3 @@ def find_places(arguments: Sequence[Path], log: RunLog) -> Places:
         configs.append(config)
         paths += config.storage.paths
     return Places(paths=tuple(dict.fromkeys(paths or [Path()])), configs=tuple(configs))
-
-
-def environment_of(paths: Sequence[Path]) -> Environment:
-    """This machine and its software, with the directories of stores in `paths`."""
-    versions = zip(_PACKAGES, software_versions(*_PACKAGES), strict=True)
-    return describe_environment(paths, {name: version for name, version in versions if version}, SystemFiles())
