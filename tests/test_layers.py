@@ -30,7 +30,7 @@ WINGS = {
     "config": ("yaml", "keys", "others"),
     "data": ("files", "samples", "text", "pairs", "sources", "batches"),
     "model": ("values", "files", "cut", "export"),
-    "planning": ("profile", "time", "memory", "search", "forecast"),
+    "planning": ("profile", "duties", "time", "memory", "search", "forecast"),
     "engine": ("measure", "device", "reading", "cache"),
     "report": ("words", "page"),
     "run": ("context", "files", "inputs", "train", "ask", "start"),

@@ -21,6 +21,7 @@ from ratel_cli.papers.memferry_forecast import DirectForecast, direct_forecast
 from ratel_cli.papers.prefix import SwappableOperator
 from ratel_cli.papers.ratel import Depth
 from ratel_cli.papers.rivals import InMemoryModel
+from ratel_cli.planning.duties.placed import PlacedStep
 from ratel_cli.planning.forecast.forecast import Setting
 from ratel_cli.planning.forecast.ratel_forecast import RatelForecaster, host_limit_bytes
 from ratel_cli.planning.memory.capacity import check_device_memory, notes_bytes
@@ -35,7 +36,7 @@ from ratel_cli.planning.profile.model_profile import SwapCandidate
 from ratel_cli.planning.profile.placement import LEAST_UNITS, ActivationPolicy, Placement
 from ratel_cli.planning.search.problem import Problem
 from ratel_cli.planning.time.costs import StepCosts
-from ratel_cli.planning.time.traffic import Traffic, step_traffic
+from ratel_cli.planning.time.traffic import Traffic, traffic_of
 from ratel_cli.schedule.segments import Segment
 from ratel_cli.sizes import PAGE_BYTES
 from ratel_cli.units import align_up
@@ -206,11 +207,13 @@ class RatelEquations:
 
     @cached_property
     def _costs(self) -> StepCosts:
-        problem, costs = self.problem, replace(self.problem.costs, num_micro_batches=1, num_head_chunks=1)
-        if self.moves_states:
-            return costs
-        no_states = replace(problem.spec, blocks=())
-        return replace(costs, spec=no_states, part=replace(problem.part, own=no_states))
+        step = self.problem.step_of_data
+        workload = replace(step.workload, micro_batch_size=step.workload.tokens // step.workload.sequence_len)
+        step = replace(step, workload=replace(workload, num_micro_batches=1))
+        if not self.moves_states:
+            no_states = replace(self.problem.spec, blocks=())
+            step = replace(step, spec=no_states, own=no_states)
+        return replace(self.problem.costs, step=step)
 
     def without_states(self) -> RatelEquations:
         """These equations as if the model states lay on the device and moved nowhere."""
@@ -247,14 +250,8 @@ class RatelEquations:
     def _state_traffic(self, placement: Placement) -> Traffic:
         if not self.moves_states:
             return Traffic()
-        return step_traffic(
-            self.problem.own,
-            placement,
-            NOTHING_OFFLOADED,
-            holds_gradients=self.problem.decisions.holds_gradients,
-            spilled_segments=self.spilled_segments,
-            overlap=self.problem.decisions.overlap,
-        )
+        placed = PlacedStep(self.problem.step_of_data, placement)
+        return traffic_of(placed, NOTHING_OFFLOADED, spilled_segments=self.spilled_segments)
 
     def _flops(self, candidate: SwapCandidate) -> int:
         if not self.problem.compute.is_measured:

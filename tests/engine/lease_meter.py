@@ -10,7 +10,7 @@ import pytest
 
 from ratel_cli.engine.steps.weights import SegmentWeights, WeightReader
 from ratel_cli.io.buffers import BufferPool, Lease
-from ratel_cli.planning.memory.host_lifetimes import Purpose
+from ratel_cli.schedule.ledger import Purpose
 
 PURPOSES: tuple[tuple[str, Purpose], ...] = (
     (r"weights of .*", "weights"),

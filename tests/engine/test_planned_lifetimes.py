@@ -12,14 +12,16 @@ from transformers import PretrainedConfig
 
 from ratel_cli.engine.optimizer.groups import Group, GroupWork
 from ratel_cli.model.values.spec import ModelSpec
-from ratel_cli.planning.memory.host_lifetimes import PlacedStep, Purpose, SegmentMemory
+from ratel_cli.planning.duties.placed import PlacedStep
 from ratel_cli.planning.profile.placement import GroupShape, Overlap, Placement, Workload
+from ratel_cli.schedule.ledger import Purpose
 from ratel_cli.schedule.uses import step_uses
 from tests.engine.architectures import tiny_config
 from tests.engine.lease_meter import LeaseMeter
 from tests.engine.machine import initial_weights, machine, random_steps
 from tests.engine.mixed import SHARING, mixed_config, mixed_recipe
 from tests.engine.test_frozen_parts import names_of
+from tests.planning.steps import most_by_use, planned_step
 from tests.tiers import pairwise
 
 NUM_STEPS, NUM_MICRO_BATCHES = 3, 2
@@ -37,19 +39,8 @@ CLIPPING = {"never": None, "unclipped": 1e9, "clipped": 1e-3}
 def planned(
     spec: ModelSpec, placement: Placement, workload: Workload, *, holds_gradients: bool, overlap: Overlap
 ) -> dict[tuple[Purpose, ...], list[int]]:
-    """Of each use the most bytes, whichever way forward goes; and of the turn, or of all updates there."""
-    updates = [
-        placement.update_stage(segment.index, holds_gradients=holds_gradients, overlap=overlap)
-        for segment in spec.segments
-    ]
-    parts = PlacedStep(SegmentMemory(spec, workload, on_gpu=False, has_sums=True), placement, updates).parts()
-    turn = len(step_uses(spec.segments))
-    most = {purposes: [0] * (turn + 1) for purposes in METERED}
-    for part in parts:
-        for purposes, found in most.items():
-            for position, num_bytes in zip(part.positions, part.bytes_for(*purposes), strict=True):
-                found[min(position, turn)] = max(found[min(position, turn)], num_bytes)
-    return most
+    step = planned_step(spec, workload, holds_gradients=holds_gradients, overlap=overlap)
+    return most_by_use(PlacedStep(step, placement), METERED)
 
 
 @pytest.fixture

@@ -20,9 +20,9 @@ from ratel_cli.engine.steps.weights import SegmentWeights, WeightReader
 from ratel_cli.io.buffers import BufferPool, Lease
 from ratel_cli.model.cut.find_blocks import find_blocks
 from ratel_cli.model.files.skeleton import build_skeleton
+from ratel_cli.planning.duties.activations import RUNTIME_BYTES
 from ratel_cli.planning.memory.capacity import StepMemory
 from ratel_cli.planning.memory.gpu_memory import GpuMemory
-from ratel_cli.planning.memory.host_lifetimes import RUNTIME_BYTES
 from ratel_cli.planning.profile.activations import input_bytes, offload
 from ratel_cli.planning.profile.analytic import analytic_profile
 from ratel_cli.planning.profile.placement import Placement, Workload
@@ -34,6 +34,7 @@ from tests.engine.exactness import AHEAD, assert_same_training, check_training, 
 from tests.engine.machine import attention_of, initial_weights_of_zeros, random_steps
 from tests.gpu.machine import GPU, NEEDS_GPU, gpu_config, gpu_machine
 from tests.gpu.test_memory import batches_of, config_of, distinct_tokens
+from tests.planning.steps import planned_step
 from tests.reference import Recipe
 from tests.tiers import rotating
 
@@ -229,9 +230,7 @@ def test_it_fits_into_the_host_memory_that_was_planned(tmp_path: Path, tied: boo
         spec = ratel.model.spec
         profile = analytic_profile(spec, workload, traits=ratel.model.traits)
         step = StepMemory(
-            spec,
-            workload,
-            holds_gradients=max_grad_norm is not None,
+            planned_step(spec, workload, holds_gradients=max_grad_norm is not None, on_gpu=True),
             process_bytes=0,
             gpu=GpuMemory(spec, workload, profile),
         )

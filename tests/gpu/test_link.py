@@ -18,7 +18,8 @@ from ratel_cli.engine.steps.pinned import block_buffers, other_bytes, unit_buffe
 from ratel_cli.engine.steps.state import StepOutcome
 from ratel_cli.errors import Interrupted
 from ratel_cli.io.buffers import PinMemory
-from ratel_cli.planning.profile.placement import GroupShape, Placement
+from ratel_cli.planning.duties.placed import PlacedStep
+from ratel_cli.planning.profile.placement import GroupShape, Placement, Workload
 from ratel_cli.planning.time.step_time import Resource
 from ratel_cli.sizes import GROUP_ELEMENTS, PAGE_BYTES
 from ratel_cli.units import align_up
@@ -28,6 +29,7 @@ from tests.engine.machine import random_steps
 from tests.engine.swaps import EVERYTHING, PRODUCTS
 from tests.engine.test_step import StopAfter
 from tests.gpu.machine import GPU, NEEDS_GPU, gpu_machine
+from tests.planning.steps import planned_step
 from tests.reference import Recipe
 from tests.simulated_gpu import is_simulated, num_stops
 from tests.tiers import rotating
@@ -183,16 +185,11 @@ def test_a_step_pins_nothing_of_weight_that_could_be_pinned_ahead(
     with gpu_machine(tmp_path / "run", config, recipe, placement=placement, pin=noting(pinned)) as ratel:
         spec = ratel.model.spec
         used = replace(placement, gpu_embedding_rows=1 << 20)
+        workload = Workload(micro_batch_size=2, num_micro_batches=num_micro_batches, sequence_len=12)
+        step = planned_step(spec, workload, holds_gradients=max_grad_norm is not None, on_gpu=True)
         buffers = [
             *unit_buffers(used, [unit_bytes] * num_layers, num_micro_batches),
-            *block_buffers(
-                spec,
-                used,
-                num_micro_batches=num_micro_batches,
-                holds_gradients=max_grad_norm is not None,
-                overlap="optimized",
-                spilled_segments=0,
-            ),
+            *block_buffers(PlacedStep(step, used), spilled_segments=0),
         ]
         # As little as the step needs besides, so that nothing of what is pinned has to be given up for it.
         others = other_bytes(spec, replace(used, groups=GroupShape(elements=GROUP_ELEMENTS)))

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ratel_cli.planning.profile.activations import lookup_rows_bytes, offload
-from ratel_cli.planning.profile.analytic import num_head_chunks
+from ratel_cli.planning.profile.activations import offload
 from ratel_cli.planning.profile.placement import Placement, Workload, most_rows
 from ratel_cli.planning.time.costs import ComputeSeconds, StepCosts
 from ratel_cli.planning.time.traffic import Traffic
@@ -19,6 +18,7 @@ from tests.engine.swaps import EVERYTHING
 from tests.gpu.machine import NEEDS_GPU, gpu_machine
 from tests.gpu.test_memory import RECIPE, batches_of, config_of, distinct_tokens
 from tests.planning.shapes import machine as machine_of
+from tests.planning.steps import planned_step
 from tests.simulated_gpu import is_simulated
 from tests.simulated_gpu.timed import work_so_far
 from tests.tiers import rotating
@@ -35,13 +35,9 @@ SMALL_BYTES = 64 * KIB
 def planned_bytes(ratel: Machine, placement: Placement, workload: Workload, *, unit_bytes: int) -> tuple[float, float]:
     """Up and down: the seconds of a link of 1 byte per second."""
     time = StepCosts(
-        spec=ratel.model.spec,
+        step=planned_step(ratel.model.spec, workload, on_gpu=True),
         hardware=machine_of(up_bytes_per_second=1.0, down_bytes_per_second=1.0),
         compute=ComputeSeconds(forward=0.0, backward=0.0, head=0.0, is_measured=False),
-        holds_gradients=False,
-        num_micro_batches=workload.num_micro_batches,
-        num_head_chunks=num_head_chunks(ratel.model.spec, workload),
-        lookup_rows_bytes=workload.num_micro_batches * lookup_rows_bytes(ratel.model.spec, workload),
     ).time(
         replace(placement, gpu_embedding_rows=most_rows(ratel.model.spec, workload)),
         Traffic(),

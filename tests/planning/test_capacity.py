@@ -6,15 +6,15 @@ import math
 import random
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import accumulate
 
 import pytest
 from hypothesis import given
 
 from ratel_cli.errors import DoesNotFit
 from ratel_cli.model.values.spec import ModelSpec
-from ratel_cli.planning.memory.capacity import HostMemory, StepMemory, check_device_memory
-from ratel_cli.planning.memory.host_lifetimes import PlacedStep, SegmentMemory
+from ratel_cli.planning.duties.gradients import held_by_number, updated_bytes
+from ratel_cli.planning.duties.placed import PlacedStep
+from ratel_cli.planning.memory.capacity import HostMemory, StepMemory, _moments_of, check_device_memory
 from ratel_cli.planning.profile.activations import (
     NOTHING_OFFLOADED,
     OffloadedActivations,
@@ -25,10 +25,10 @@ from ratel_cli.planning.profile.activations import (
 )
 from ratel_cli.planning.profile.placement import GroupShape, Overlap, Placement, Workload
 from ratel_cli.schedule.rules import FROZEN
-from ratel_cli.schedule.uses import Stage
 from ratel_cli.sizes import GROUP_ELEMENTS
 from ratel_cli.units import GIB, MIB
 from tests.planning.shapes import BFLOAT16, FLOAT16, FLOAT32, SEEDS, WORKLOAD, Widths, gpt
+from tests.planning.steps import planned_step
 from tests.tiers import examples
 
 PROCESS_BYTES = 400 * MIB
@@ -48,8 +48,8 @@ def need(
     overlap: Overlap = "optimized",
     limit_bytes: int = 1 << 50,
 ) -> tuple[HostMemory, int]:
-    step = StepMemory(spec, workload, holds_gradients=holds_gradients, process_bytes=PROCESS_BYTES, overlap=overlap)
-    return step.fit(placement, offloaded, limit_bytes=limit_bytes)
+    step = planned_step(spec, workload, holds_gradients=holds_gradients, overlap=overlap)
+    return StepMemory(step, process_bytes=PROCESS_BYTES).fit(placement, offloaded, limit_bytes=limit_bytes)
 
 
 class Walk:
@@ -286,9 +286,10 @@ def test_what_is_held_follows_from_how_many_segments_hold(seed: int) -> None:
     rules = [block if block.index in trained else replace(block, rule=FROZEN) for block in spec.blocks]
     spec = replace(spec, blocks=tuple(rules))
     placement = Placement(prefetch_blocks=choice.randint(0, 3), pending_updates=choice.randint(0, 4))
-    stages: list[Stage] = [choice.choice(["forward", "update"])] * len(spec.segments)
-    memory = SegmentMemory(spec, WORKLOAD, on_gpu=choice.random() < 0.5, has_sums=False)
-    step = PlacedStep(memory, placement, stages)
-    by_number = list(accumulate(reversed(step.held_bytes), initial=0))
-    for part in step.parts():
-        assert [by_number[number] for number in part.number_for("held")] == part.bytes_for("held")
+    overlap: Overlap = choice.choice(["optimized", "separate"])
+    step = planned_step(spec, holds_gradients=True, overlap=overlap, on_gpu=choice.random() < 0.5, has_sums=False)
+    placed = PlacedStep(step, placement)
+    by_number = held_by_number(updated_bytes(step, None), placed.stages)
+    for way in placed.ways:
+        held = placed.memory(way).get("held", [0] * step.cycle)
+        assert [by_number[moment.num_held] for moment in _moments_of(placed, way)] == held

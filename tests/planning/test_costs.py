@@ -10,6 +10,8 @@ from hypothesis import given
 
 from ratel_cli.hardware.spec import HardwareProfile, Link
 from ratel_cli.model.values.spec import ModelSpec
+from ratel_cli.planning.duties.step import ONE_TOKEN
+from ratel_cli.planning.duties.updates import checksum_bytes
 from ratel_cli.planning.profile.activations import NOTHING_OFFLOADED, OffloadedActivations, offload
 from ratel_cli.planning.profile.analytic import head_flops, head_sum_bytes
 from ratel_cli.planning.profile.model_profile import ModelProfile
@@ -22,10 +24,11 @@ from ratel_cli.planning.time.costs import (
 )
 from ratel_cli.planning.time.link import link_seconds
 from ratel_cli.planning.time.step_time import StageTime, StepTime
-from ratel_cli.planning.time.traffic import Traffic, checksum_bytes, step_traffic
+from ratel_cli.planning.time.traffic import Traffic, step_traffic
 from ratel_cli.schedule.rules import FROZEN
 from tests.planning.profiles import candidate, estimated, layer, model
 from tests.planning.shapes import BFLOAT16, FLOAT32, SEEDS, WORKLOAD, Widths, gpt, machine
+from tests.planning.steps import planned_step
 from tests.tiers import examples
 
 SPEC = gpt()
@@ -208,12 +211,15 @@ def step_time(
     not_recomputed_seconds: float = 0.0,
     **changes: object,
 ) -> StepTime:
-    """`changes`: of the costs."""
-    usual = StepCosts(spec=SPEC, hardware=hardware, compute=COMPUTE, holds_gradients=False)
-    costs = replace(usual, **changes)  # type: ignore[arg-type]
-    traffic = step_traffic(
-        costs.spec, placement, offloaded, holds_gradients=costs.holds_gradients, overlap=costs.overlap
+    """`changes`: of the costs, or of their step."""
+    compute = changes.pop("compute", COMPUTE)
+    step = replace(
+        planned_step(SPEC, ONE_TOKEN, on_gpu=hardware.link is not None),
+        **changes,  # type: ignore[arg-type]
     )
+    step = replace(step, own=step.spec)
+    costs = StepCosts(step=step, hardware=hardware, compute=compute)  # type: ignore[arg-type]
+    traffic = step_traffic(step.spec, placement, offloaded, holds_gradients=step.holds_gradients, overlap=step.overlap)
     return costs.time(placement, traffic, offloaded, not_recomputed_seconds=not_recomputed_seconds)
 
 
@@ -288,10 +294,14 @@ def longest(stage: StageTime) -> float:
 
 def test_a_tied_gradient_that_the_gpu_does_not_hold_crosses_the_link_twice() -> None:
     spec = gpt(vocab_size=5000, tied=True)
-    rows_bytes = 10**7
+    workload = Workload(micro_batch_size=1, num_micro_batches=3, sequence_len=100)
+    rows_bytes = 3 * 300 * 2 * spec.hidden_size
     away, held = (
         step_time(
-            machine(), spec=spec, placement=replace(DEEP, gpu_holds_lookup=holds), lookup_rows_bytes=rows_bytes
+            machine(),
+            spec=spec,
+            placement=replace(DEEP, gpu_holds_lookup=holds, gpu_holds_sums=True),
+            workload=workload,
         ).backward
         for holds in (False, True)
     )
@@ -302,15 +312,16 @@ def test_a_tied_gradient_that_the_gpu_does_not_hold_crosses_the_link_twice() -> 
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_head_that_is_summed_in_host_memory_moves_every_chunk_while_nothing_computes(tied: bool) -> None:
     """Its rounded sum goes up for its norm, and need not come down; nor does the sum of a tied one move twice."""
-    spec, rows_bytes = gpt(vocab_size=5000, tied=tied), 10**7 * tied
+    spec = gpt(vocab_size=5000, tied=tied)
+    workload = Workload(micro_batch_size=1, num_micro_batches=1, sequence_len=130, chunk_tokens=20)
+    rows_bytes = 2 * 130 * spec.hidden_size * tied
     on_gpu, on_host = (
         step_time(
             machine(),
             spec=spec,
             placement=replace(DEEP, gpu_holds_head=holds, gpu_holds_lookup=holds),
             compute=replace(COMPUTE, backward=1e3),
-            num_head_chunks=7,
-            lookup_rows_bytes=rows_bytes,
+            workload=workload,
         ).backward
         for holds in (True, False)
     )
@@ -353,7 +364,7 @@ def test_sums_in_host_memory_bring_every_gradient_down_and_themselves_up(num_mic
         step_time(
             machine(memory_bytes_per_second=1e10),
             placement=replace(DEEP, gpu_holds_sums=holds),
-            num_micro_batches=num_micro_batches,
+            workload=replace(ONE_TOKEN, num_micro_batches=num_micro_batches),
         ).backward
         for holds in (False, True)
     )
@@ -372,7 +383,10 @@ def test_sums_in_host_memory_have_the_last_micro_batch_to_go_up(share: float, la
     compute = replace(COMPUTE, backward=10 * share * sums_seconds)
     away, held = (
         step_time(
-            hardware, placement=replace(DEEP, gpu_holds_sums=holds), compute=compute, num_micro_batches=10
+            hardware,
+            placement=replace(DEEP, gpu_holds_sums=holds),
+            compute=compute,
+            workload=replace(ONE_TOKEN, num_micro_batches=10),
         ).backward
         for holds in (False, True)
     )
@@ -541,10 +555,9 @@ def test_spilled_activations_overlap_with_the_computing_of_their_own_layers(plac
     offloaded = offload([4096, 4096, 4096], num_micro_batches=4, spilled_units=8)
     assert (offloaded.num_units, offloaded.written_bytes, offloaded.read_bytes) == (12, 8 * 4096, 5 * 4096)
     time = StepCosts(
-        spec=SPEC,
+        step=planned_step(SPEC, ONE_TOKEN, holds_gradients=True, on_gpu=True),
         hardware=machine(read_bytes_per_second=5 * 4096 / 0.9, write_bytes_per_second=8 * 4096 / 0.9),
         compute=ComputeSeconds(forward=1.0, backward=1.0, head=0.0, is_measured=False),
-        holds_gradients=True,
     ).time(placement, replace(traffic_of(), **dict.fromkeys(MOVED, 0)).with_offloaded(offloaded), offloaded)
     assert time.forward.total == pytest.approx(0.9 + 4 / 12, rel=1e-3)
     assert time.backward.total == pytest.approx(0.9 + 15 / 20, rel=1e-3)

@@ -5,18 +5,17 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import get_args
 
 import pytest
 from hypothesis import given
 
 from ratel_cli.hardware.spec import GPU_CONTEXT_BYTES
 from ratel_cli.model.values.spec import ModelSpec
+from ratel_cli.planning.duties.placed import PlacedStep
 from ratel_cli.planning.memory.capacity import HostMemory, StepMemory
-from ratel_cli.planning.memory.gpu_gradients import least_leaving_bytes
 from ratel_cli.planning.memory.gpu_memory import GpuMemory, weight_bytes_of
-from ratel_cli.planning.memory.host_lifetimes import PlacedStep, Purpose, SegmentMemory
 from ratel_cli.planning.profile.activations import NOTHING_OFFLOADED, LargestUnit, lookup_sum_bytes, offload
+from ratel_cli.planning.profile.gpu_gradients import least_leaving_bytes
 from ratel_cli.planning.profile.model_profile import LayerProfile, ModelProfile
 from ratel_cli.planning.profile.placement import LEAST_UNITS, GroupShape, Placement, UnitsOnGpu, Workload
 from ratel_cli.planning.search.swap import SwapOrder
@@ -24,6 +23,7 @@ from ratel_cli.schedule.blocks import BlockSpec, lay_out_block
 from ratel_cli.units import MIB
 from tests.planning.profiles import by_chance, estimated
 from tests.planning.shapes import BFLOAT16, FLOAT16, FLOAT32, SEEDS, WORKLOAD, Widths, gpt, unit_of
+from tests.planning.steps import planned_step
 from tests.tiers import examples
 
 
@@ -288,7 +288,7 @@ def test_host_memory_counts_the_sums_of_a_head_that_it_has(tied: bool) -> None:
     spec = gpt(num_layers=2, hidden_size=1024, vocab_size=256_000, tied=tied)
     workload, matrix = workload_of(tokens=128), 256_000 * 1024
     step = StepMemory(
-        spec, workload, holds_gradients=False, process_bytes=0, gpu=memory_of(spec, workload), has_sums=False
+        planned_step(spec, workload, on_gpu=True, has_sums=False), process_bytes=0, gpu=memory_of(spec, workload)
     )
     on_gpu, on_host = (
         step.fit(Placement(gpu_holds_head=holds), NOTHING_OFFLOADED, limit_bytes=1 << 40)[0].total
@@ -380,7 +380,8 @@ def workload_of(*, tokens: int, num_micro_batches: int = 3) -> Workload:
 def need(spec: ModelSpec, *, on_gpu: bool, tokens: int = 128) -> HostMemory:
     workload = workload_of(tokens=tokens)
     gpu = memory_of(spec, workload) if on_gpu else None
-    step = StepMemory(spec, workload, holds_gradients=True, process_bytes=MIB, gpu=gpu)
+    planned = planned_step(spec, workload, holds_gradients=True, on_gpu=on_gpu)
+    step = StepMemory(planned, process_bytes=MIB, gpu=gpu)
     offloaded = offload([MIB] * spec.num_layers, num_micro_batches=3, spilled_units=0)
     return step.fit(Placement(prefetch_blocks=2, pending_updates=2), offloaded, limit_bytes=1 << 50)[0]
 
@@ -405,13 +406,13 @@ def test_host_memory_does_not_depend_on_tokens_where_a_gpu_computes() -> None:
 def test_host_memory_gathers_rows_and_holds_gradients_of_rows(tied: bool) -> None:
     """At the turn, when all gradients are held, and in the first use; a tied head gives every row a gradient."""
     spec = gpt(num_layers=4, hidden_size=256, vocab_size=5000, tied=tied)
-    memory = SegmentMemory(spec, workload_of(tokens=100), on_gpu=True, has_sums=False)
+    step = planned_step(spec, workload_of(tokens=100), holds_gradients=True, on_gpu=True, has_sums=False)
 
     def taken(num_rows: int | None) -> tuple[int, int]:
         placement = Placement(gpu_embedding_rows=num_rows, groups=GroupShape(elements=2048))
-        backward, forward, _ = PlacedStep(memory, placement, ["forward"] * len(spec.segments)).parts()
-        purposes = get_args(Purpose)
-        return backward.bytes_for(*purposes)[-1], forward.bytes_for(*purposes)[0]
+        placed = PlacedStep(step, placement)
+        memory = placed.memory(placed.stages)
+        return sum(taken[step.turn] for taken in memory.values()), sum(taken[0] for taken in memory.values())
 
     saved_bytes = 0 if tied else 2 * (5000 - 304) * 256
     spread_bytes, gathered_bytes = 0 if tied else 2 * 2048, 2 * 304 * 256

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 
+from ratel_cli.planning.duties.step import ONE_TOKEN
 from ratel_cli.planning.memory.gpu_memory import GpuMemory
 from ratel_cli.planning.profile.activations import NOT_EXPOSED, ExposedUnits, offload
 from ratel_cli.planning.profile.placement import LEAST_UNITS, Placement, UnitsOnGpu
@@ -20,6 +21,7 @@ from ratel_cli.planning.time.link import exposed_unit_bytes, exposed_units, wait
 from ratel_cli.planning.time.traffic import Traffic
 from tests.planning.profiles import by_chance
 from tests.planning.shapes import SEEDS, WORKLOAD, gpt, machine
+from tests.planning.steps import planned_step
 from tests.tiers import examples
 
 LINK_RATE = 1e10
@@ -69,10 +71,9 @@ def test_what_moves_while_nothing_computes_takes_its_time(prefetch_blocks: int) 
     assert hardware.link is not None
     both = [
         StepCosts(
-            spec=gpt(),
+            step=planned_step(gpt(), ONE_TOKEN, holds_gradients=True, on_gpu=True),
             hardware=hardware,
             compute=ComputeSeconds(forward=100.0, backward=200.0, head=1.0, is_measured=False),
-            holds_gradients=True,
         ).time(
             Placement(prefetch_blocks=prefetch_blocks, pending_updates=1, gpu_window_bytes=1 << 40),
             Traffic(),

@@ -9,6 +9,7 @@ import pytest
 
 from ratel_cli.errors import DoesNotFit
 from ratel_cli.hardware.spec import HardwareProfile
+from ratel_cli.planning.duties.updates import checksum_bytes
 from ratel_cli.planning.memory.capacity import StepMemory
 from ratel_cli.planning.memory.gpu_memory import GpuMemory
 from ratel_cli.planning.profile.model_profile import ModelProfile
@@ -18,11 +19,12 @@ from ratel_cli.planning.search.plan import Plan, make_plan
 from ratel_cli.planning.search.problem import Problem
 from ratel_cli.planning.search.recorded_plan import plan_json
 from ratel_cli.planning.time.costs import StepCosts, compute_seconds
-from ratel_cli.planning.time.traffic import checksum_bytes, step_traffic
+from ratel_cli.planning.time.traffic import step_traffic
 from ratel_cli.units import GIB, MIB
 from tests.hardware.profiles import WITH_GPU
 from tests.planning.profiles import candidate, estimated, layer, model
 from tests.planning.shapes import WORKLOAD, gpt, machine, unit_of
+from tests.planning.steps import planned_step
 
 SPEC = gpt(num_layers=6, hidden_size=1024, vocab_size=1000)
 PROFILE = estimated(SPEC)
@@ -60,16 +62,9 @@ def plan(
 @pytest.mark.parametrize("limit_bytes", [TIGHT, GIB, ROOMY])
 def test_all_parts_are_those_of_its_placement(overlap: Overlap, holds_gradients: bool, limit_bytes: int) -> None:
     made = plan(overlap=overlap, holds_gradients=holds_gradients, limit_bytes=limit_bytes)
-    step = StepMemory(
-        SPEC,
-        WORKLOAD,
-        holds_gradients=holds_gradients,
-        process_bytes=200 * MIB,
-        overlap=overlap,
-        gpu=GpuMemory(SPEC, WORKLOAD, PROFILE),
-        has_sums=False,
-    )
-    memory, spilled_segments = step.fit(made.placement, made.offloaded, limit_bytes=limit_bytes)
+    step = planned_step(SPEC, holds_gradients=holds_gradients, overlap=overlap, on_gpu=True, has_sums=False)
+    steps = StepMemory(step, process_bytes=200 * MIB, gpu=GpuMemory(SPEC, WORKLOAD, PROFILE))
+    memory, spilled_segments = steps.fit(made.placement, made.offloaded, limit_bytes=limit_bytes)
     assert (made.memory, made.spilled_segments) == (memory, spilled_segments)
     assert made.memory.total <= limit_bytes
     assert made.traffic == step_traffic(
@@ -84,12 +79,7 @@ def test_all_parts_are_those_of_its_placement(overlap: Overlap, holds_gradients:
     assert made.flops_forward == 3 * (6 * profile.flops_forward + PROFILE.flops_head)
     assert made.flops_recomputed == 3 * (6 * profile.flops_recomputed - made.swap.flops)
     assert made.time == StepCosts(
-        spec=SPEC,
-        hardware=machine(),
-        compute=compute_seconds(PROFILE, WORKLOAD, machine()),
-        holds_gradients=holds_gradients,
-        num_micro_batches=WORKLOAD.num_micro_batches,
-        overlap=overlap,
+        step=step, hardware=machine(), compute=compute_seconds(PROFILE, WORKLOAD, machine())
     ).time(made.placement, made.traffic, made.offloaded, not_recomputed_seconds=3 * made.swap.flops / 1e12)
 
 
@@ -322,10 +312,9 @@ def test_updates_in_vain_are_written_twice_and_what_was_resident_is_read_again(l
     bare = replace(placement, resident_weights=frozenset(), resident_states=frozenset())
     times = [
         StepCosts(
-            spec=SPEC,
+            step=planned_step(SPEC, holds_gradients=holds_gradients, on_gpu=True),
             hardware=machine(),
             compute=compute_seconds(PROFILE, WORKLOAD, machine()),
-            holds_gradients=holds_gradients,
         ).time(each, step_traffic(SPEC, each, clipped.offloaded, holds_gradients=holds_gradients), clipped.offloaded)
         for each, holds_gradients in ((placement, True), (placement, False), (bare, True))
     ]

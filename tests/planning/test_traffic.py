@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given
 
 from ratel_cli.model.values.spec import ModelSpec
+from ratel_cli.planning.duties.updates import checksum_bytes
 from ratel_cli.planning.profile.activations import NOTHING_OFFLOADED, OffloadedActivations, offload
 from ratel_cli.planning.profile.analytic import spec_from_shape
-from ratel_cli.planning.profile.placement import Overlap, Placement
-from ratel_cli.planning.time.traffic import Traffic, checksum_bytes, gradient_bytes, step_traffic, store_bytes
+from ratel_cli.planning.profile.placement import Overlap, Placement, gradient_bytes
+from ratel_cli.planning.time.traffic import Traffic, step_traffic, store_bytes
 from ratel_cli.schedule.blocks import BlockSpec
 from ratel_cli.schedule.rules import rules_of
 from ratel_cli.sizes import CHUNK_ELEMENTS, DtypeName

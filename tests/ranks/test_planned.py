@@ -15,11 +15,13 @@ from ratel_cli.engine.ranks.ranks import Channel, Ranks
 from ratel_cli.io.views import VALUE_DTYPES
 from ratel_cli.model.files.skeleton import NAMES_OF_DTYPES
 from ratel_cli.model.values.spec import ModelSpec
-from ratel_cli.planning.memory.host_lifetimes import PlacedStep, Purpose, SegmentMemory
+from ratel_cli.planning.duties.placed import PlacedStep
+from ratel_cli.planning.duties.step import PlannedStep
 from ratel_cli.planning.profile.activations import NOTHING_OFFLOADED
 from ratel_cli.planning.profile.placement import GroupShape, Placement, Workload
-from ratel_cli.planning.time.network import NetworkTraffic, RankPart, computed_by_rank, network_traffic
+from ratel_cli.planning.time.network import NetworkTraffic, computed_by_rank, network_traffic
 from ratel_cli.planning.time.traffic import Traffic, step_traffic
+from ratel_cli.schedule.ledger import Purpose
 from ratel_cli.schedule.slices import GATHERED_AHEAD
 from ratel_cli.schedule.uses import step_uses
 from ratel_cli.sizes import DtypeName
@@ -29,6 +31,7 @@ from tests.engine.lease_meter import LeaseMeter
 from tests.engine.machine import initial_weights, machine, random_steps
 from tests.engine.mixed import SHARING, mixed_config, mixed_recipe
 from tests.engine.test_step import UPDATES, moved_by_last_step
+from tests.planning.steps import most_by_use
 from tests.ranks.processes import Processes
 from tests.reference import Recipe
 from tests.tiers import rotating
@@ -171,26 +174,14 @@ def leased(
 def planned(
     spec: ModelSpec, placement: Placement, rank_slice: RankSlice, *, holds_gradients: bool
 ) -> dict[tuple[Purpose, ...], list[int]]:
-    """Of each use the most bytes, whichever way forward goes; and of the turn."""
-    workload = Workload(micro_batch_size=2, num_micro_batches=NUM_MICRO_BATCHES, sequence_len=12)
-    memory = SegmentMemory(
-        computed_by_rank(spec, rank_slice),
-        workload,
-        on_gpu=False,
-        has_sums=True,
-        part=RankPart(own=spec.sliced(rank_slice), num_ranks=rank_slice.size),
+    step = PlannedStep(
+        spec=computed_by_rank(spec, rank_slice),
+        own=spec.sliced(rank_slice),
+        num_ranks=rank_slice.size,
+        workload=Workload(micro_batch_size=2, num_micro_batches=NUM_MICRO_BATCHES, sequence_len=12),
+        holds_gradients=holds_gradients,
     )
-    updates = [
-        placement.update_stage(segment.index, holds_gradients=holds_gradients, overlap="optimized")
-        for segment in spec.segments
-    ]
-    turn = len(step_uses(spec.segments))
-    most = {purposes: [0] * (turn + 1) for purposes in METERED}
-    for part in PlacedStep(memory, placement, updates).parts():
-        for purposes, found in most.items():
-            for position, num_bytes in zip(part.positions, part.bytes_for(*purposes), strict=True):
-                found[min(position, turn)] = max(found[min(position, turn)], num_bytes)
-    return most
+    return most_by_use(PlacedStep(step, placement), METERED)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from ratel_cli.engine.measure.telemetry import Timeline
 from ratel_cli.engine.ranks.ranks import ALONE
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.model.cut.decoder import DecoderModel
-from ratel_cli.planning.memory.host_lifetimes import RUNTIME_BYTES
+from ratel_cli.planning.duties.activations import RUNTIME_BYTES
 from ratel_cli.planning.search.plan import Plan
 from ratel_cli.run.context import RunContext
 from ratel_cli.run.train import engine

@@ -17,7 +17,7 @@ from ratel_cli.engine.optimizer.segment_sum import SegmentSum
 from ratel_cli.engine.reading.embedding_rows import EmbeddingRows
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.views import VALUE_DTYPES
-from ratel_cli.planning.memory.gpu_gradients import least_leaving_bytes
+from ratel_cli.planning.profile.gpu_gradients import least_leaving_bytes
 from ratel_cli.planning.profile.placement import Placement
 from ratel_cli.schedule.blocks import BlockSpec
 from ratel_cli.schedule.segments import Segment

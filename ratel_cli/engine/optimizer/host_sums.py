@@ -30,7 +30,7 @@ from ratel_cli.engine.device.device import Device, Download, Upload
 from ratel_cli.engine.measure.telemetry import SpanLabel, Timeline
 from ratel_cli.io.buffers import BufferPool, Lease
 from ratel_cli.io.views import view
-from ratel_cli.planning.memory.gpu_gradients import summed_elements
+from ratel_cli.planning.profile.gpu_gradients import summed_elements
 from ratel_cli.schedule.blocks import BlockSpec
 
 ADDED_AT_ONCE = 1 << 18

@@ -14,16 +14,17 @@ ends at its limit.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain, groupby
-from operator import attrgetter
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 from ratel_cli.engine.cache.units import WINDOW_PURPOSE, purpose_of_units
 from ratel_cli.io.buffers import PinnedBuffers
 from ratel_cli.model.values.spec import ModelSpec
-from ratel_cli.planning.profile.placement import SPILL_WINDOW_UNITS, Overlap, Placement
+from ratel_cli.planning.duties.placed import PlacedStep
+from ratel_cli.planning.profile.placement import SPILL_WINDOW_UNITS, Placement
 from ratel_cli.schedule.blocks import BlockSpec
+from ratel_cli.schedule.ledger import place_of
 from ratel_cli.sizes import PAGE_BYTES
 from ratel_cli.units import align_up
 
@@ -49,58 +50,43 @@ def unit_buffers(placement: Placement, unit_bytes: Sequence[int], num_micro_batc
             yield PinnedBuffers(purpose_of_units(layer + 1), num_bytes, number)
 
 
-def block_buffers(
-    spec: ModelSpec,
-    placement: Placement,
-    *,
-    num_micro_batches: int,
-    holds_gradients: bool,
-    overlap: Overlap,
-    spilled_segments: int,
-) -> Iterator[PinnedBuffers]:
-    """Buffers for weights, gradients and their sums. The gradients of the first `spilled_segments` go to NVMe."""
-
-    def weights_of(block: BlockSpec) -> _Buffer:
-        return _Buffer("weights", block.num_elements, block.compute_bytes)
-
-    def gradient_of(block: BlockSpec) -> _Buffer:
-        return _Buffer("gradients", block.num_elements, block.gradient_bytes)
-
-    def passing(blocks: Iterable[BlockSpec], of: Callable[[BlockSpec], _Buffer], most: int) -> Counter[_Buffer]:
-        """How many of each kind are there while those of no more than `most` segments are."""
-        numbers, per_segment = Counter[_Buffer](), Counter[_Buffer]()
-        for _, group in groupby(sorted(blocks, key=attrgetter("segment")), key=attrgetter("segment")):
-            own = Counter(map(of, group))
-            numbers.update(own)
-            per_segment |= own
-        return Counter({buffer: min(number, most * per_segment[buffer]) for buffer, number in numbers.items()})
-
-    resident = placement.resident_weights
-    weights = passing(
-        [block for block in spec.blocks if block.segment not in resident],
-        weights_of,
-        1 + placement.prefetch_blocks + placement.pending_updates,
-    )
-    trained = [block for block in spec.blocks if block.is_trained]
+def block_buffers(placed: PlacedStep, *, spilled_segments: int) -> Iterator[PinnedBuffers]:
+    """Buffers for weights, gradients and their sums: of each size, as many as the ledger has at once. The gradients of
+    the first `spilled_segments` go to NVMe."""
+    step, placement = placed.step, placed.placement
     # The gradient of an embedding of which the GPU gets rows alone has another size in each step.
-    whole = trained if placement.gpu_embedding_rows is None or spec.tied else trained[1:]
-    stages = {
-        segment.index: placement.update_stage(segment.index, holds_gradients=holds_gradients, overlap=overlap)
-        for segment in spec.segments
-    }
-    held = [block for block in whole if stages[block.segment] != "backward" and block.segment >= spilled_segments]
-    gradients = passing([block for block in whole if block not in held], gradient_of, 1 + placement.pending_updates)
-    weights.update(weights_of(block) for block in spec.blocks if block.segment in resident)
-    gradients.update(map(gradient_of, held))
-    has_sums = num_micro_batches > 1 and not placement.gpu_holds_sums
-    sums = {
-        _Buffer("sums of gradients", block.num_elements, 4 * block.num_elements + block.compute_bytes)
-        for layer in spec.layers
-        for block in layer.trained
-        if has_sums
-    }
-    for buffer, number in chain(weights.items(), gradients.items(), ((each, 1) for each in sums)):
+    has_rows = placement.gpu_embedding_rows is not None and not step.spec.tied
+    found = Counter[_Buffer]()
+    for weights, gradients in _present(placed, spilled_segments):
+        now = Counter(_weights(block) for block in step.spec.blocks if block.segment in weights)
+        now.update(
+            _Buffer("gradients", block.num_elements, block.gradient_bytes)
+            for block in step.spec.blocks
+            if block.is_trained and block.segment in gradients and not (has_rows and block.is_looked_up)
+        )
+        found |= now
+    found.update(_weights(block) for block in step.spec.blocks if block.segment in placement.resident_weights)
+    if step.is_summed and not placement.gpu_holds_sums:
+        for block in chain.from_iterable(layer.trained for layer in step.spec.layers):
+            size = 4 * block.num_elements + block.compute_bytes
+            found[_Buffer("sums of gradients", block.num_elements, size)] = 1
+    for buffer, number in found.items():
         yield PinnedBuffers(f"{buffer.what} of {buffer.elements} parameters", buffer.num_bytes, number)
+
+
+def _weights(block: BlockSpec) -> _Buffer:
+    return _Buffer("weights", block.num_elements, block.compute_bytes)
+
+
+def _present(placed: PlacedStep, spilled_segments: int) -> list[tuple[set[int], set[int]]]:
+    """The segments whose passing weights are there, and those whose gradients are, at each position."""
+    step = placed.step
+    found = [(set[int](), set[int]()) for _ in range(step.cycle)]
+    for row in placed.of_segments():
+        if row.purpose != "held" or row.owner >= spilled_segments:
+            for position in range(place_of(row.begins)[0], place_of(row.ends)[0] + 1):
+                found[position % step.cycle][row.purpose != "weights"].add(row.owner)
+    return found
 
 
 def other_bytes(spec: ModelSpec, placement: Placement) -> int:

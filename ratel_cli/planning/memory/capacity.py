@@ -4,7 +4,7 @@ This is an estimate from shapes, made before anything is written. The engine lea
 so an estimate that is too low ends in a clear error and never in a killed process.
 
 Offloaded activations (planning/profile/activations.py) count as if they were there all the time. Next to these, and to
-the gradients held so far, each moment of a step needs what overlaps there (planning/memory/host_lifetimes.py).
+the gradients held so far, each position of a step needs what overlaps there (planning/duties/placed.py).
 
 Invariant: the split of held gradients between memory and NVMe keeps the most of them in memory that the limit allows.
 """
@@ -14,30 +14,27 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import Final, NamedTuple, get_args
+from typing import Final, NamedTuple
 
 from ratel_cli.errors import DoesNotFit
-from ratel_cli.model.values.spec import ModelSpec
+from ratel_cli.planning.duties import activations
+from ratel_cli.planning.duties.gradients import held_by_number, updated_bytes
+from ratel_cli.planning.duties.placed import PlacedStep
+from ratel_cli.planning.duties.step import PlannedStep
 from ratel_cli.planning.memory.gpu_memory import GpuMemory
-from ratel_cli.planning.memory.host_lifetimes import PlacedStep, Purpose, SegmentMemory, StepPart
-from ratel_cli.planning.profile.activations import (
-    OffloadedActivations,
-    passing_bytes,
-)
-from ratel_cli.planning.profile.placement import (
-    Overlap,
-    Placement,
-    Workload,
-)
+from ratel_cli.planning.profile.activations import OffloadedActivations
+from ratel_cli.planning.profile.placement import Placement, Workload
 from ratel_cli.planning.profile.recorded import RECORDED_MICRO_BATCHES
-from ratel_cli.planning.time.network import RankPart
+from ratel_cli.schedule.ledger import Purpose, place_of
 from ratel_cli.schedule.segments import Segment
+from ratel_cli.schedule.uses import Stage
 from ratel_cli.sizes import CHECKSUM_BYTES, CHUNK_ELEMENTS
 from ratel_cli.store.base_files import staging_bytes
 from ratel_cli.units import KIB, format_bytes
 
 _OF_WORKING_SET: Final[tuple[Purpose, ...]] = ("activations", "runtime")
+_FOR_ITSELF: Final[tuple[Purpose, ...]] = ("held", "resident", "hidden states")
+"""What `HostMemory` has figures of its own for."""
 _CHUNK_BYTES = 3 * CHECKSUM_BYTES + 2
 """A chunk of one field has a checksum in the table of the generation that is read, in that of the one that is written,
 and in the copy that goes to NVMe; and the tables note for each whether it is set."""
@@ -73,39 +70,19 @@ class HostMemory:
 
 
 class StepMemory:
-    """The host memory that the steps of one model take, for any placement. `gpu` is None where the CPU computes.
+    """The host memory that a step takes, for any placement. `gpu` is None where the CPU computes."""
 
-    `holds_gradients`: no block is updated before the last gradient is there. `has_sums`: where a GPU computes, the sums
-    of a layer's gradients over several micro-batches are in host memory, or may be. `part`: what this one of several
-    ranks has of the model; None: all of it.
-    """
-
-    def __init__(
-        self,
-        spec: ModelSpec,
-        workload: Workload,
-        *,
-        holds_gradients: bool,
-        process_bytes: int,
-        overlap: Overlap = "optimized",
-        gpu: GpuMemory | None = None,
-        has_sums: bool = True,
-        part: RankPart | None = None,
-    ) -> None:
-        self._spec = spec
-        self._own = spec if part is None else part.own
-        self._holds_gradients = holds_gradients
-        self._overlap: Overlap = overlap
-        self._process_bytes = process_bytes + notes_bytes(self._own.segments, workload, num_layers=spec.num_layers)
+    def __init__(self, step: PlannedStep, *, process_bytes: int, gpu: GpuMemory | None = None) -> None:
+        """`process_bytes`: what the process takes before training."""
+        own = step.own
+        self._step = step
+        self._process_bytes = process_bytes + notes_bytes(own.segments, step.workload, num_layers=step.spec.num_layers)
         self._process_bytes += max(
-            (staging_bytes(block.file_bytes or 0, block.compute_bytes) for block in self._own.blocks), default=0
+            (staging_bytes(block.file_bytes or 0, block.compute_bytes) for block in own.blocks), default=0
         )
         self._gpu = gpu
-        self._segments = SegmentMemory(spec, workload, on_gpu=gpu is not None, has_sums=has_sums, part=part)
         self._known_moments: dict[object, _Moments] = {}
-        self._hidden_bytes = 0
-        if gpu is None:
-            self._hidden_bytes = passing_bytes(spec, tokens=workload.tokens, sequence_len=workload.sequence_len)
+        self._hidden_bytes = sum(row.num_bytes for row in activations.hidden(step))
 
     def fit(self, placement: Placement, offloaded: OffloadedActivations, *, limit_bytes: int) -> tuple[HostMemory, int]:
         """What a step needs, and how many blocks' held gradients must go to NVMe. Raises DoesNotFit.
@@ -113,9 +90,8 @@ class StepMemory:
         Those blocks are the first ones, whose gradients come last. Gradients go to NVMe only where all are held: the
         few that `placement.deferred` holds stay in memory.
         """
-        spec = self._spec
         known = self._known(placement)
-        segments = self._own.segments
+        segments = self._step.own.segments
         resident_bytes = sum(segments[each].own_bytes for each in placement.resident_weights)
         resident_bytes += sum(segments[each].state_bytes for each in placement.resident_states)
         gpu_bytes = self._gpu_bytes(placement, offloaded)
@@ -145,8 +121,8 @@ class StepMemory:
                 total=total(at_peak),
             )
 
-        num_segments = len(spec.segments)
-        fewest = 0 if self._holds_gradients or self._overlap == "separate" else num_segments
+        num_segments = len(segments)
+        fewest = 0 if self._step.holds_gradients or self._step.is_separate else num_segments
         choices = range(fewest, num_segments + 1)
         num_fitting = bisect_right(choices, limit_bytes, key=peak)
         if not num_fitting:
@@ -170,16 +146,13 @@ class StepMemory:
         return self._known_moments[key]
 
     def _moments(self, placement: Placement) -> _Moments:
-        updates = [
-            placement.update_stage(segment.index, holds_gradients=self._holds_gradients, overlap=self._overlap)
-            for segment in self._spec.segments
-        ]
-        step = PlacedStep(self._segments, placement, updates)
-        moments = [moment for part in step.parts() for moment in _moments_of(part)]
+        placed = PlacedStep(self._step, placement)
+        moments = [moment for way in placed.ways for moment in _moments_of(placed, way)]
+        sizes = updated_bytes(self._step, placement.gpu_embedding_rows)
         most_by_held: dict[int, int] = {}
         for moment in moments:
             most_by_held[moment.num_held] = max(most_by_held.get(moment.num_held, 0), moment.taken)
-        return _Moments(moments, most_by_held, list(accumulate(reversed(step.held_bytes), initial=0)))
+        return _Moments(moments, most_by_held, held_by_number(sizes, placed.stages))
 
     def _gpu_bytes(self, placement: Placement, offloaded: OffloadedActivations) -> int:
         if self._gpu is None:
@@ -233,10 +206,22 @@ class _Moments(NamedTuple):
     """Bytes of held gradients by the number of blocks that have them, in the order of backward."""
 
 
-def _moments_of(part: StepPart) -> list[_Moment]:
-    working_set = part.bytes_for(*_OF_WORKING_SET)
-    block = part.bytes_for(*(purpose for purpose in get_args(Purpose) if purpose not in (*_OF_WORKING_SET, "held")))
-    return list(map(_Moment, part.number_for("held"), block, working_set))
+def _moments_of(placed: PlacedStep, way: tuple[Stage, ...]) -> list[_Moment]:
+    """One for each position. Held gradients there are those of the last segments, down to the first that has one."""
+    step = placed.step
+    first_held = [len(step.spec.segments)] * step.cycle
+    for row in placed.waiting(way):
+        if row.purpose == "held":
+            for position in range(place_of(row.begins)[0], place_of(row.ends)[0] + 1):
+                first_held[position % step.cycle] = min(first_held[position % step.cycle], row.owner)
+    block, working_set = [0] * step.cycle, [0] * step.cycle
+    for purpose, taken in placed.memory(way).items():
+        if purpose in _OF_WORKING_SET:
+            working_set = [*map(int.__add__, working_set, taken)]
+        elif purpose not in _FOR_ITSELF:
+            block = [*map(int.__add__, block, taken)]
+    num_held = (len(step.spec.segments) - first for first in first_held)
+    return list(map(_Moment, num_held, block, working_set))
 
 
 def notes_bytes(segments: Sequence[Segment], workload: Workload, *, num_layers: int) -> int:

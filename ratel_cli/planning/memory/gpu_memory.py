@@ -1,6 +1,6 @@
 """GPU memory: what a step takes at its peak, and what the rest is used for. Pure.
 
-A step is followed use by use of the schedule (planning/memory/gpu_uses.py).
+A step is followed use by use of the schedule, phase by phase (planning/memory/gpu_uses.py).
 
 Where a layer's sums are is for the caller to decide: all of them stay on the GPU during the layer's backward, or host
 memory has them, and with the last micro-batch one comes to the GPU while another one leaves
@@ -30,9 +30,10 @@ from functools import cached_property, partial
 
 from ratel_cli.hardware.spec import GPU_CONTEXT_BYTES
 from ratel_cli.model.values.spec import ModelSpec
-from ratel_cli.planning.memory.gpu_gradients import least_leaving_bytes
-from ratel_cli.planning.memory.gpu_uses import StaysOnGpu, Uses
+from ratel_cli.planning.duties.step import PlannedStep
+from ratel_cli.planning.memory.gpu_uses import GpuStep, StaysOnGpu, Uses
 from ratel_cli.planning.profile.activations import LargestUnit, OffloadedActivations, lookup_sum_bytes
+from ratel_cli.planning.profile.gpu_gradients import least_leaving_bytes
 from ratel_cli.planning.profile.model_profile import ModelProfile
 from ratel_cli.planning.profile.placement import (
     LEAST_UNITS,
@@ -226,14 +227,13 @@ class GpuMemory:
 
     def _uses(self, key: StaysOnGpu) -> Uses:
         if key not in self._known_uses:
-            self._known_uses[key] = Uses(
-                self._spec,
-                self._workload,
-                self._profile,
-                self._differing_positions,
-                stays=key,
-            )
+            self._known_uses[key] = Uses(self._on_gpu, key)
         return self._known_uses[key]
+
+    @cached_property
+    def _on_gpu(self) -> GpuStep:
+        step = PlannedStep(spec=self._spec, own=self._spec, workload=self._workload, on_gpu=True, holds_gradients=False)
+        return GpuStep(step, self._profile, self._differing_positions)
 
     @cached_property
     def _differing_positions(self) -> tuple[int, ...]:

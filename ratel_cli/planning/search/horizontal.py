@@ -11,14 +11,15 @@ from dataclasses import dataclass, replace
 
 from ratel_cli.errors import DoesNotFit
 from ratel_cli.model.values.spec import ModelSpec
+from ratel_cli.planning.duties.placed import PlacedStep
+from ratel_cli.planning.duties.step import PlannedStep
 from ratel_cli.planning.memory.capacity import HostMemory, StepMemory
 from ratel_cli.planning.profile.activations import NOTHING_OFFLOADED
-from ratel_cli.planning.profile.placement import GroupShape, Placement, Workload
+from ratel_cli.planning.profile.placement import GroupShape, Placement
 from ratel_cli.planning.search.choose import shape_for
-from ratel_cli.planning.time.traffic import Traffic, step_traffic
+from ratel_cli.planning.time.traffic import Traffic, traffic_of
 from ratel_cli.units import format_bytes
 
-_ONE_TOKEN = Workload(micro_batch_size=1, num_micro_batches=1, sequence_len=1)
 _PREFETCH = ((2, 2), (2, 1), (1, 1), (1, 0), (0, 0))
 """How many blocks are read ahead, and how many updates wait to be written: the fastest first."""
 
@@ -54,7 +55,8 @@ def plan_horizontal(
     sum_bytes = sum(segment.sum_bytes for segment in blocks) if has_sums else 0
     # Autograd has the gradients of what is outside until backward is over.
     always_bytes = process_bytes + sum_bytes + outside.made_bytes + (outside.sum_bytes if has_sums else 0)
-    steps = StepMemory(spec, _ONE_TOKEN, holds_gradients=holds_gradients, process_bytes=always_bytes)
+    step = PlannedStep(spec=spec, own=spec, holds_gradients=holds_gradients)
+    steps = StepMemory(step, process_bytes=always_bytes)
     failure: DoesNotFit | None = None
     for placement in _placements(num_drives, num_threads):
         try:
@@ -63,9 +65,7 @@ def plan_horizontal(
             failure = error
             continue
         spilled = [segment.gradient_bytes for segment in spec.segments[:num_spilled]]
-        traffic = step_traffic(
-            spec, placement, NOTHING_OFFLOADED, holds_gradients=holds_gradients, spilled_segments=num_spilled
-        )
+        traffic = traffic_of(PlacedStep(step, placement), NOTHING_OFFLOADED, spilled_segments=num_spilled)
         return HorizontalPlan(
             placement=placement,
             memory=memory,

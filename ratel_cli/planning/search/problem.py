@@ -15,6 +15,8 @@ from functools import cached_property
 from ratel_cli.errors import DoesNotFit
 from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.model.values.spec import ModelSpec
+from ratel_cli.planning.duties.placed import PlacedStep
+from ratel_cli.planning.duties.step import PlannedStep
 from ratel_cli.planning.memory.capacity import HostMemory, StepMemory
 from ratel_cli.planning.memory.gpu_memory import GpuMemory, GpuResident
 from ratel_cli.planning.profile.activations import (
@@ -22,10 +24,9 @@ from ratel_cli.planning.profile.activations import (
     ExposedUnits,
     OffloadedActivations,
     fewest_spilled_units,
-    lookup_rows_bytes,
     offload,
 )
-from ratel_cli.planning.profile.analytic import head_sum_bytes, num_head_chunks
+from ratel_cli.planning.profile.analytic import head_sum_bytes
 from ratel_cli.planning.profile.model_profile import ModelProfile
 from ratel_cli.planning.profile.placement import (
     LEAST_UNITS,
@@ -40,9 +41,9 @@ from ratel_cli.planning.search.evaluation import Evaluation, SpilledPrefix
 from ratel_cli.planning.search.swap import SwapOrder, SwapPrefix
 from ratel_cli.planning.time.costs import ComputeSeconds, StepCosts, compute_seconds
 from ratel_cli.planning.time.link import exposed_units
-from ratel_cli.planning.time.network import NetworkTraffic, RankPart, computed_by_rank, network_traffic
+from ratel_cli.planning.time.network import NetworkTraffic, computed_by_rank, network_traffic
 from ratel_cli.planning.time.step_time import StepTime
-from ratel_cli.planning.time.traffic import Traffic, state_written_bytes, step_traffic, unfrozen_state_bytes
+from ratel_cli.planning.time.traffic import Traffic, state_written_bytes, traffic_of, unfrozen_state_bytes
 from ratel_cli.store.layout import WHOLE, RankSlice
 
 _LEAST_ROW_BYTES = 512
@@ -83,9 +84,17 @@ class Problem:
         return network_traffic(self.spec, self.rank_slice)
 
     @cached_property
-    def part(self) -> RankPart:
-        """What this rank has of the model."""
-        return RankPart(own=self.own, num_ranks=self.rank_slice.size, network=self.network)
+    def step_of_data(self) -> PlannedStep:
+        """A step of the data, which time and traffic follow from; memory is that of a full one."""
+        return PlannedStep(
+            spec=self.computed,
+            own=self.own,
+            num_ranks=self.rank_slice.size,
+            workload=self.workload.mean,
+            on_gpu=self._gpu is not None,
+            holds_gradients=self.decisions.holds_gradients,
+            overlap=self.decisions.overlap,
+        )
 
     @cached_property
     def order(self) -> SwapOrder:
@@ -233,14 +242,8 @@ class Problem:
 
     def traffic(self, placement: Placement, offloaded: OffloadedActivations, *, spilled_segments: int = 0) -> Traffic:
         """NVMe bytes of a step."""
-        return step_traffic(
-            self.own,
-            placement,
-            self.moved(offloaded),
-            holds_gradients=self.decisions.holds_gradients,
-            spilled_segments=spilled_segments,
-            overlap=self.decisions.overlap,
-        )
+        placed = PlacedStep(self.step_of_data, placement)
+        return traffic_of(placed, self.moved(offloaded), spilled_segments=spilled_segments)
 
     def moved(self, offloaded: OffloadedActivations) -> OffloadedActivations:
         """What a step of the data moves where a full one offloads this."""
@@ -383,23 +386,7 @@ class Problem:
     @cached_property
     def costs(self) -> StepCosts:
         """What decides the time of a step, whatever its placement is."""
-        return StepCosts(
-            spec=self.computed,
-            hardware=self.hardware,
-            compute=self.compute,
-            num_micro_batches=self.workload.mean.num_micro_batches,
-            lookup_rows_bytes=self.lookup_rows_bytes,
-            num_head_chunks=num_head_chunks(self.computed, self.workload.mean),
-            holds_gradients=self.decisions.holds_gradients,
-            overlap=self.decisions.overlap,
-            part=self.part,
-        )
-
-    @cached_property
-    def lookup_rows_bytes(self) -> int:
-        """Rows of a tied head's gradient, of all micro-batches, that wait for the embedding's."""
-        step = self.workload.mean
-        return step.num_micro_batches * lookup_rows_bytes(self.computed, step)
+        return StepCosts(step=self.step_of_data, hardware=self.hardware, compute=self.compute)
 
     @cached_property
     def _gpu_embedding_rows(self) -> int | None:
@@ -422,13 +409,5 @@ class Problem:
 
     @cached_property
     def _step_memory(self) -> StepMemory:
-        return StepMemory(
-            self.computed,
-            self.workload,
-            holds_gradients=self.decisions.holds_gradients,
-            process_bytes=self.process_bytes,
-            overlap=self.decisions.overlap,
-            gpu=self._gpu,
-            has_sums=not self._gpu_always_holds_sums,
-            part=self.part,
-        )
+        step = replace(self.step_of_data, workload=self.workload, has_sums=not self._gpu_always_holds_sums)
+        return StepMemory(step, process_bytes=self.process_bytes, gpu=self._gpu)

@@ -37,14 +37,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.model.values.spec import ModelSpec
+from ratel_cli.planning.duties.placed import PlacedStep
+from ratel_cli.planning.duties.step import PlannedStep
 from ratel_cli.planning.profile.activations import OffloadedActivations
 from ratel_cli.planning.profile.model_profile import ModelProfile
-from ratel_cli.planning.profile.placement import SPILL_WINDOW_UNITS, Overlap, Placement, Workload, gradient_bytes
-from ratel_cli.planning.time.link import exposed_weight_bytes, head_sums, host_sums, late_bytes, uploaded_bytes
-from ratel_cli.planning.time.network import NO_TRAFFIC, NetworkTraffic, RankPart
+from ratel_cli.planning.profile.placement import SPILL_WINDOW_UNITS, Placement, Workload
+from ratel_cli.planning.time.link import late_bytes
+from ratel_cli.planning.time.network import NetworkTraffic, network_of
 from ratel_cli.planning.time.stages import (
     NO_EDGES,
     Stages,
@@ -118,24 +121,14 @@ def _memory_rate(hardware: HardwareProfile) -> float:
     return rate or math.inf
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class StepCosts:
     """What decides the time of a step, whatever its placement is."""
 
-    spec: ModelSpec
-    """The model as a rank computes with it."""
+    step: PlannedStep
+    """A step of the data."""
     hardware: HardwareProfile
     compute: ComputeSeconds
-    holds_gradients: bool
-    """No block is updated before the last gradient is there."""
-    num_micro_batches: int = 1
-    num_head_chunks: int = 1
-    """Chunks of tokens that the head computes with, of all micro-batches."""
-    lookup_rows_bytes: int = 0
-    """Rows of the head's gradient of a matrix that it borrows, of all micro-batches, that wait for the embedding's."""
-    overlap: Overlap = "optimized"
-    part: RankPart | None = None
-    """What this one of several ranks has of the model; None: all of it."""
 
     def time(
         self,
@@ -149,13 +142,12 @@ class StepCosts:
 
         `not_recomputed_seconds` is what the swapped outputs save of `compute.backward`.
         """
-        own, compute = self._own, self.compute
-        updated = updated_in_stages(own, placement.deferred, holds_gradients=self.holds_gradients, overlap=self.overlap)
-        stages = Stages(
-            self.hardware, self.overlap, adamw_threads=placement.adamw_threads, adamw_share=compute.adamw_share
-        )
+        own, compute, overlap = self.step.own, self.compute, self.step.overlap
+        placed = PlacedStep(self.step, placement)
+        updated = updated_in_stages(own, placement.deferred, holds_gradients=self.step.holds_gradients, overlap=overlap)
+        stages = Stages(self.hardware, overlap, adamw_threads=placement.adamw_threads, adamw_share=compute.adamw_share)
         forward = stages.with_spilled_units(
-            self._forward(placement, traffic, offloaded, updated["forward"]),
+            self._forward(placed, traffic, offloaded, updated["forward"]),
             offloaded.written_units,
             num_parts=offloaded.num_units,
             direction="written",
@@ -172,12 +164,12 @@ class StepCosts:
                 idle_seconds=_idle_nvme_seconds(forward, offloaded),
             )
         backward = stages.with_spilled_units(
-            self._backward(placement, traffic, offloaded, updated["backward"], backward_seconds, edges),
+            self._backward(placed, traffic, offloaded, updated["backward"], backward_seconds, edges),
             offloaded.read_units,
-            num_parts=_parts_of_backward(self.spec, offloaded),
+            num_parts=_parts_of_backward(self.step.spec, offloaded),
             direction="read",
         )
-        if self.overlap != "separate":
+        if not self.step.is_separate:
             return StepTime(forward=forward, backward=backward)
         update = stages.time(
             StageWork(
@@ -192,44 +184,36 @@ class StepCosts:
         )
         return StepTime(forward=forward, backward=backward, update=update)
 
-    @property
-    def _own(self) -> ModelSpec:
-        """What this rank stores and updates of the model."""
-        return self.spec if self.part is None else self.part.own
-
-    @property
+    @cached_property
     def _network(self) -> NetworkTraffic:
-        return NO_TRAFFIC if self.part is None else self.part.network
+        return network_of(self.step)
 
     def _forward(
-        self, placement: Placement, traffic: Traffic, offloaded: OffloadedActivations, updated: Updated
+        self, placed: PlacedStep, traffic: Traffic, offloaded: OffloadedActivations, updated: Updated
     ) -> StageWork:
-        network = self._network
-        is_deferred = placement.update_stage(0, holds_gradients=self.holds_gradients, overlap=self.overlap) == "forward"
+        network, placement = self._network, placed.placement
         # The first gather waits for the update of the segment, if it is deferred.
-        is_first_late = is_deferred and network.first.sent_bytes > 0
-        exposed_bytes, _ = exposed_weight_bytes(self.spec, placement)
-        weights_bytes, _ = uploaded_bytes(self.spec, placement)
+        is_first_late = placed.stages[0] == "forward" and network.first.sent_bytes > 0
         return StageWork(
             compute=self.compute.forward,
-            up_bytes=weights_bytes,
+            up_bytes=placed.amounts["up", "forward"],
             down_bytes=offloaded.linked_bytes,
             down_units_bytes=offloaded.linked_bytes,
             read_bytes=traffic.forward_read_bytes,
             in_files_bytes=traffic.forward_in_files_bytes,
             written_bytes=traffic.forward_written_bytes - offloaded.written_bytes,
-            exposed_bytes=exposed_bytes,
+            exposed_bytes=placed.exposed["up", "forward"],
             exposed_down_bytes=offloaded.exposed.down_bytes,
             updated=updated,
             runs_ahead=placement.prefetch_blocks > 0,
             network=network.forward,
             alone=network.first,
-            alone_seconds=_first_update_seconds(self._own, placement, self.hardware) if is_first_late else 0.0,
+            alone_seconds=_first_update_seconds(self.step.own, placement, self.hardware) if is_first_late else 0.0,
         )
 
     def _backward(
         self,
-        placement: Placement,
+        placed: PlacedStep,
         traffic: Traffic,
         offloaded: OffloadedActivations,
         updated: Updated,
@@ -237,32 +221,23 @@ class StepCosts:
         edges: UpdateEdges,
     ) -> StageWork:
         """What backward has to do, which computes for `seconds`."""
-        spec, network, number = self.spec, self._network, self.num_micro_batches
-        # The head's fp32 gradient of a matrix that it borrows goes to host memory and comes back, with the rows.
-        is_away = placement.gpu_holds_head and not placement.gpu_holds_lookup
-        lookup_sum_bytes = spec.lent.sum_bytes + self.lookup_rows_bytes if is_away else 0
-        rows_down_bytes = 0 if placement.gpu_holds_head else self.lookup_rows_bytes
-        shared_bytes = number * sum(block.compute_bytes * len(block.borrowers) for block in spec.shared_blocks)
-        sums = host_sums(spec, placement, num_micro_batches=number)
-        of_head = head_sums(spec, placement, num_chunks=self.num_head_chunks)
-        _, exposed_bytes = exposed_weight_bytes(spec, placement)
-        _, weights_bytes = uploaded_bytes(spec, placement)
-        both_ways_bytes = lookup_sum_bytes + shared_bytes
+        network, placement, amounts = self._network, placed.placement, placed.amounts
+        late = late_bytes(
+            placed.layer_sums.amounts["up", "backward"],
+            self.hardware,
+            seconds,
+            offloaded,
+            num_micro_batches=self.step.workload.num_micro_batches,
+        )
+        waited_bytes = placed.exposed["up", "backward"] + amounts["waited", "backward"]
         return StageWork(
             compute=seconds,
-            up_bytes=weights_bytes + offloaded.linked_bytes + both_ways_bytes + sums.up_bytes + of_head.up_bytes,
+            up_bytes=amounts["up", "backward"] + offloaded.linked_bytes,
             up_units_bytes=offloaded.linked_bytes,
-            down_bytes=sum(gradient_bytes(spec, placement.gpu_embedding_rows))
-            + both_ways_bytes
-            + sums.down_bytes
-            + of_head.down_bytes
-            + rows_down_bytes,
-            exposed_bytes=exposed_bytes
-            + offloaded.exposed.up_bytes
-            + of_head.exposed_bytes
-            + late_bytes(sums, self.hardware, seconds, offloaded, num_micro_batches=number),
-            num_added=sums.num_added + of_head.num_added,
-            added_bytes=sums.added_bytes + of_head.added_bytes,
+            down_bytes=amounts["down", "backward"],
+            exposed_bytes=waited_bytes + offloaded.exposed.up_bytes + late,
+            num_added=amounts["added", "backward"],
+            added_bytes=amounts["add bytes", "backward"],
             read_bytes=traffic.backward_read_bytes - offloaded.read_bytes,
             in_files_bytes=traffic.backward_in_files_bytes,
             written_bytes=traffic.backward_written_bytes,

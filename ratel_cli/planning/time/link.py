@@ -8,47 +8,16 @@ the gradients of every micro-batch come down, and the sums go up with the last o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import lru_cache
 
 from ratel_cli.hardware.spec import HardwareProfile, Link
-from ratel_cli.model.values.spec import ModelSpec
 from ratel_cli.planning.profile.activations import NOT_EXPOSED, ExposedUnits, OffloadedActivations
 from ratel_cli.planning.profile.model_profile import LayerProfile, ModelProfile
-from ratel_cli.planning.profile.placement import (
-    AfterGradient,
-    Placement,
-    UnitsOnGpu,
-    bytes_ahead,
-    looked_up,
-    tensors_ahead,
-)
-from ratel_cli.schedule.lifetimes import upload_lifetimes
-from ratel_cli.schedule.uses import Stage, step_uses
+from ratel_cli.planning.profile.placement import AfterGradient, UnitsOnGpu, tensors_ahead
 
 _BOOKED = 0.85
 """The most of the link's time that offloaded activations get."""
 UNBOOKED = 1 / _BOOKED - 1
 """Link overhead per byte of offloaded activations, in bytes."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostSumTraffic:
-    """What sums of gradients in host memory move (engine/optimizer/host_sums.py)."""
-
-    up_bytes: int
-    """Sums."""
-    down_bytes: int
-    """Gradients of all micro-batches but the last."""
-    num_added: int
-    """Parameters that are added, once for each addition."""
-    added_bytes: int
-    """What the additions read and write in main memory."""
-    exposed_bytes: int = 0
-    """The part of both directions while which nothing computes."""
-
-
-NO_SUMS = HostSumTraffic(up_bytes=0, down_bytes=0, num_added=0, added_bytes=0)
 
 
 def link_seconds(link: Link, *, up_bytes: float, down_bytes: float) -> float:
@@ -62,68 +31,6 @@ def link_seconds(link: Link, *, up_bytes: float, down_bytes: float) -> float:
         up_bytes / link.to_gpu_bytes_per_second,
         down_bytes / link.from_gpu_bytes_per_second,
         (up_bytes + down_bytes) / both_rate,
-    )
-
-
-def exposed_weight_bytes(spec: ModelSpec, placement: Placement) -> tuple[int, int]:
-    """Weights that do not fit into the window for the next segment, and wait until the one before is done.
-
-    Those of forward, and those of backward with the head.
-    """
-    return _uploaded_bytes(spec, placement.gpu_weights, placement.gpu_embedding_rows, placement.gpu_window_bytes)
-
-
-def uploaded_bytes(spec: ModelSpec, placement: Placement) -> tuple[int, int]:
-    """Weights that go up in forward, and in backward with the head."""
-    return _uploaded_bytes(spec, placement.gpu_weights, placement.gpu_embedding_rows, 0)
-
-
-@lru_cache(maxsize=1024)
-def _uploaded_bytes(
-    spec: ModelSpec, staying: frozenset[int], num_rows: int | None, window_bytes: int
-) -> tuple[int, int]:
-    """Return the weights that go up in forward, and in backward with the head, less what of each use goes up in the
-    window. A search asks for the same at every level."""
-    if not spec.segments:
-        return 0, 0
-    embedding, uses = looked_up(spec, num_rows), step_uses(spec.segments)
-    moved: dict[Stage, int] = {"forward": 0, "backward": 0}
-    for upload in upload_lifetimes(uses, staying=staying):
-        segment = upload.of if upload.of.index else embedding
-        moved[uses[upload.first].stage] += segment.compute_bytes - bytes_ahead(segment, window_bytes)
-    return moved["forward"], moved["backward"]
-
-
-def host_sums(spec: ModelSpec, placement: Placement, *, num_micro_batches: int) -> HostSumTraffic:
-    is_summed = num_micro_batches > 1 and not placement.gpu_holds_sums
-    layers = spec.layers if is_summed else ()
-    elements = sum(layer.trained_elements for layer in layers)
-    compute_bytes = sum(layer.updated_bytes for layer in layers)
-    number = num_micro_batches - 1
-    return HostSumTraffic(
-        up_bytes=4 * elements,
-        down_bytes=number * compute_bytes,
-        num_added=number * elements,
-        added_bytes=number * (compute_bytes + 4 * elements) + (number - 1) * 4 * elements,
-    )
-
-
-def head_sums(spec: ModelSpec, placement: Placement, *, num_chunks: int) -> HostSumTraffic:
-    """Return what the sums of the head's gradients move, beyond what moves where the GPU has them. `num_chunks`: those
-    of the whole step.
-
-    A chunk's gradient leaves before the next one is made, and the rounded sum comes back for its norm: computing waits.
-    """
-    if placement.gpu_holds_head or not spec.segments:
-        return NO_SUMS
-    summed = spec.lent if spec.tied else spec.head
-    down_bytes, up_bytes = num_chunks * summed.updated_bytes, summed.gradient_bytes
-    return HostSumTraffic(
-        up_bytes=up_bytes,
-        down_bytes=down_bytes - up_bytes,  # the sum is where it is needed
-        num_added=num_chunks * summed.trained_elements,
-        added_bytes=down_bytes + num_chunks * 2 * summed.sum_bytes,
-        exposed_bytes=up_bytes + down_bytes,
     )
 
 
@@ -219,15 +126,16 @@ def exposed_unit_bytes(
 
 
 def late_bytes(
-    sums: HostSumTraffic,
+    sum_bytes: int,
     hardware: HardwareProfile,
     backward_seconds: float,
     offloaded: OffloadedActivations,
     *,
     num_micro_batches: int,
 ) -> int:
-    """Bytes of sums that the GPU waits for. All go up with the last micro-batch, next to its units."""
-    if hardware.link is None or not sums.up_bytes:
+    """Bytes of sums of layers' gradients that the GPU waits for. All of `sum_bytes` go up with the last micro-batch,
+    next to its units."""
+    if hardware.link is None or not sum_bytes:
         return 0
     in_time_bytes = hardware.link.to_gpu_bytes_per_second * backward_seconds / num_micro_batches
-    return max(0, int(sums.up_bytes + offloaded.linked_bytes / num_micro_batches - in_time_bytes))
+    return max(0, int(sum_bytes + offloaded.linked_bytes / num_micro_batches - in_time_bytes))

@@ -13,13 +13,13 @@ Invariant: a step of the engine moves exactly these bytes, whatever its plan.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from operator import attrgetter
 from typing import NamedTuple
 
 from ratel_cli.model.values.spec import ModelSpec
-from ratel_cli.schedule.lifetimes import weight_lifetimes
-from ratel_cli.schedule.slices import GATHERED_AHEAD
-from ratel_cli.schedule.uses import Stage, step_uses
+from ratel_cli.planning.duties import exchange, weights
+from ratel_cli.planning.duties.step import PlannedStep
+from ratel_cli.schedule.ledger import Amounts
+from ratel_cli.schedule.uses import Stage
 from ratel_cli.store.layout import RankSlice
 
 
@@ -62,17 +62,6 @@ NO_TRAFFIC = NetworkTraffic()
 """Traffic of one rank alone."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankPart:
-    """What one of several ranks has of a model."""
-
-    own: ModelSpec
-    """What it stores and updates."""
-    num_ranks: int = 1
-    network: NetworkTraffic = NO_TRAFFIC
-    """What it sends and receives in a step."""
-
-
 def computed_by_rank(spec: ModelSpec, rank_slice: RankSlice) -> ModelSpec:
     """The model as a rank computes with it: all blocks, and, of several ranks, gradients that leave the device in
     fp32, since they are added up before they are rounded."""
@@ -84,31 +73,22 @@ def computed_by_rank(spec: ModelSpec, rank_slice: RankSlice) -> ModelSpec:
 
 def network_traffic(spec: ModelSpec, rank_slice: RankSlice) -> NetworkTraffic:
     """The traffic of a rank. `spec`: of the whole model."""
-    if rank_slice.size == 1:
-        return NO_TRAFFIC
-    own, others = spec.sliced(rank_slice), rank_slice.size - 1
-    uses = step_uses(spec.segments)
-    moved: dict[Stage, Exchanged] = {"forward": NOTHING, "backward": NOTHING}
-    first = gradients = last = NOTHING
-    for weights in weight_lifetimes(uses, ahead=GATHERED_AHEAD):
-        own_bytes = own.blocks[weights.of.index].compute_bytes
-        gathered = Exchanged(others * own_bytes, weights.of.compute_bytes - own_bytes)
-        stage = uses[weights.first].stage
-        moved[stage] = moved[stage].and_also(gathered)
-        if weights.first == 0:
-            first = first.and_also(gathered)
-    for block in filter(attrgetter("is_trained"), spec.blocks):
-        own_elements, flags_bytes = own.blocks[block.index].num_elements, others * len(block.parameters)
-        exchanged = Exchanged(
-            4 * (block.num_elements - own_elements) + flags_bytes, 4 * others * own_elements + flags_bytes
-        )
-        gradients = gradients.and_also(exchanged)
-        if block.segment == 0:
-            last = last.and_also(exchanged)
+    own = spec.sliced(rank_slice)
+    return network_of(PlannedStep(spec=spec, own=own, num_ranks=rank_slice.size, holds_gradients=False))
+
+
+def network_of(step: PlannedStep) -> NetworkTraffic:
+    """What the rows of a step have for the network; the same whatever its placement is."""
+    gathered, exchanged = step.folded(weights.gathered), step.folded(exchange.exchanged, None)
+
+    def moved(amounts: Amounts, stage: Stage) -> Exchanged:
+        return Exchanged(amounts["sent", stage], amounts["received", stage])
+
+    gradients = moved(exchanged.amounts, "backward")
     return NetworkTraffic(
-        forward=moved["forward"],
-        backward=moved["backward"].and_also(gradients),
+        forward=moved(gathered.amounts, "forward"),
+        backward=moved(gathered.amounts, "backward").and_also(gradients),
         gradients=gradients,
-        first=first,
-        last=last,
+        first=moved(gathered.exposed, "forward"),
+        last=moved(exchanged.exposed, "backward"),
     )

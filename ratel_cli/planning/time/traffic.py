@@ -11,7 +11,7 @@ ends in. When a block is updated changes where these bytes fall:
     in between        the update reads the weights once more: 2 bytes on top (28)
 
 With every commit goes the table of checksums, 8 bytes for each chunk of a field. Weights and states that stay in memory
-are not read, nor are weights that are still there (schedule/lifetimes.py). Spilled activations are
+are not read, nor are weights that are still there (planning/duties/ has every row). Spilled activations are
 written in forward and read in backward, except for the last ones (planning/profile/activations.py).
 
 Invariant: an applied step of the engine moves exactly these bytes. Those of an update in the next forward belong to the
@@ -20,18 +20,18 @@ step whose gradients it applies.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, replace
 
 from ratel_cli.model.values.spec import ModelSpec
+from ratel_cli.planning.duties import gradients
+from ratel_cli.planning.duties.placed import PlacedStep
+from ratel_cli.planning.duties.step import PlannedStep
 from ratel_cli.planning.profile.activations import OffloadedActivations
-from ratel_cli.planning.profile.placement import (
-    Overlap,
-    Placement,
-    gradient_bytes,
-)
-from ratel_cli.schedule.lifetimes import weight_lifetimes
+from ratel_cli.planning.profile.placement import Overlap, Placement
+from ratel_cli.schedule.ledger import WorkKind
 from ratel_cli.schedule.rules import ADAMW
-from ratel_cli.schedule.uses import Stage, step_uses
+from ratel_cli.schedule.uses import Stage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,51 +81,32 @@ def step_traffic(
     spilled_segments: int = 0,
     overlap: Overlap = "optimized",
 ) -> Traffic:
-    """The traffic of one applied step.
+    """The traffic of one applied step of a model that one process trains; see `traffic_of`.
 
-    With `holds_gradients` every update runs in the next forward (or in between). The gradients of the first
-    `spilled_segments` segments go to NVMe in backward and come back for the update. A step that speculates that nothing
+    With `holds_gradients` every update runs in the next forward (or in between). A step that speculates that nothing
     will be clipped moves the bytes of a step without held gradients.
     """
-    read: dict[Stage, int] = {"forward": 0, "backward": 0, "update": 0}
-    written: dict[Stage, int] = {"forward": 0, "backward": 0, "update": 0}
-    in_files: dict[Stage, int] = {"forward": 0, "backward": 0, "update": 0}
-    first_bytes = 0
-    held_bytes = gradient_bytes(spec, placement.gpu_embedding_rows)
-    for segment in spec.segments:
-        stage = placement.update_stage(segment.index, holds_gradients=holds_gradients, overlap=overlap)
-        if segment.index in placement.resident_weights:
-            first_bytes += segment.read_bytes
-        elif stage == "update":
-            read[stage] += segment.updated_bytes
-        if segment.index in placement.resident_states:
-            first_bytes += segment.state_bytes
-        else:
-            read[stage] += segment.state_bytes
-        written[stage] += segment.record_bytes
-        if segment.index < spilled_segments:
-            written["backward"] += held_bytes[segment.index]
-            read[stage] += held_bytes[segment.index]
-    head, uses = spec.head, step_uses(spec.segments)
-    head_stage = placement.update_stage(head.index, holds_gradients=holds_gradients, overlap=overlap)
-    for weights in weight_lifetimes(uses, ahead=placement.prefetch_blocks):
-        block = weights.of
-        if block.segment not in placement.resident_weights:
-            is_passed_on = block.segment == head.index and head_stage == "forward"
-            stage = "forward" if is_passed_on else uses[weights.first].stage
-            read[stage] += block.read_bytes
-            in_files[stage] += block.file_bytes or 0
-    written["forward"] += checksum_bytes(spec)  # a step is committed while the next one's forward runs
+    step = PlannedStep(spec=spec, own=spec, holds_gradients=holds_gradients, overlap=overlap)
+    return traffic_of(PlacedStep(step, placement), offloaded, spilled_segments=spilled_segments)
+
+
+def traffic_of(placed: PlacedStep, offloaded: OffloadedActivations, *, spilled_segments: int = 0) -> Traffic:
+    """What the rows of a step have for the drives. The gradients of the first `spilled_segments` segments go to NVMe in
+    backward and come back for the update."""
+    moved = defaultdict[tuple[WorkKind, Stage], int](int, placed.amounts)
+    num_rows = placed.placement.gpu_embedding_rows
+    for row in gradients.spilled(placed.step, placed.stages, num_rows, spilled_segments):
+        moved[row.resource, row.stage] += row.amount
     return Traffic(
-        forward_read_bytes=read["forward"],
-        forward_written_bytes=written["forward"],
-        backward_read_bytes=read["backward"],
-        backward_written_bytes=written["backward"],
-        update_read_bytes=read["update"],
-        update_written_bytes=written["update"],
-        forward_in_files_bytes=in_files["forward"],
-        backward_in_files_bytes=in_files["backward"],
-        first_read_bytes=first_bytes,
+        forward_read_bytes=moved["read", "forward"],
+        forward_written_bytes=moved["write", "forward"],
+        backward_read_bytes=moved["read", "backward"],
+        backward_written_bytes=moved["write", "backward"],
+        update_read_bytes=moved["read", "update"],
+        update_written_bytes=moved["write", "update"],
+        forward_in_files_bytes=moved["in files", "forward"],
+        backward_in_files_bytes=moved["in files", "backward"],
+        first_read_bytes=sum(num_bytes for (resource, _), num_bytes in moved.items() if resource == "first read"),
     ).with_offloaded(offloaded)
 
 
@@ -144,9 +125,3 @@ def unfrozen_state_bytes(spec: ModelSpec) -> int:
 def store_bytes(spec: ModelSpec, *, num_slots: int) -> int:
     """Space of the store's records and checksums. Three pages of header in each file are not counted."""
     return spec.one_generation.slot_address(num_slots)
-
-
-def checksum_bytes(spec: ModelSpec) -> int:
-    """The checksum table of one generation."""
-    slot = spec.one_generation.slot
-    return slot.num_bytes - slot.records.num_bytes

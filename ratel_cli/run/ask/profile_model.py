@@ -25,6 +25,7 @@ from ratel_cli.hardware.spec import HardwareProfile
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.model.cut.cut_model import AnyModel
 from ratel_cli.model.values.spec import ModelSpec
+from ratel_cli.planning.duties.step import PlannedStep
 from ratel_cli.planning.memory.capacity import StepMemory
 from ratel_cli.planning.memory.gpu_memory import GpuMemory
 from ratel_cli.planning.profile.activations import NOTHING_OFFLOADED
@@ -82,15 +83,18 @@ def _costs(config: RunConfig, spec: ModelSpec, hardware: HardwareProfile, profil
     limit_bytes = config.limits.host_memory or default_limit_bytes()
     decisions = decisions_of(config, host_limit_bytes=limit_bytes)
     workload = chunked_workload_of(config, spec)
-    step = StepMemory(
-        spec,
-        workload,
+    step = PlannedStep(
+        spec=spec,
+        own=spec,
+        workload=workload,
+        on_gpu=hardware.link is not None,
         holds_gradients=decisions.holds_gradients,
-        process_bytes=kept_bytes(),
         overlap=decisions.overlap,
-        gpu=None if hardware.link is None else GpuMemory(spec, workload, profile),
     )
-    memory, _ = step.fit(Placement(prefetch_blocks=2, pending_updates=2), NOTHING_OFFLOADED, limit_bytes=sys.maxsize)
+    gpu = GpuMemory(spec, workload, profile) if step.on_gpu else None
+    memory, _ = StepMemory(step, process_bytes=kept_bytes(), gpu=gpu).fit(
+        Placement(prefetch_blocks=2, pending_updates=2), NOTHING_OFFLOADED, limit_bytes=sys.maxsize
+    )
     return ModelCosts(profile=profile, activation_available_bytes=max(0, limit_bytes - memory.total))
 
 

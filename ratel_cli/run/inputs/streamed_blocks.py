@@ -16,7 +16,7 @@ from ratel_cli.hardware.gpu import gpu_limit
 from ratel_cli.hardware.host import kept_bytes
 from ratel_cli.model.cut.cut_model import AnyModel
 from ratel_cli.model.values.spec import ModelSpec
-from ratel_cli.planning.memory.host_lifetimes import RUNTIME_BYTES
+from ratel_cli.planning.duties.activations import RUNTIME_BYTES
 from ratel_cli.planning.profile.analytic import analytic_profile
 from ratel_cli.planning.profile.placement import Workload
 from ratel_cli.run.context import RunContext

@@ -22,7 +22,9 @@ from ratel_cli.engine.steps.step import StepEngine
 from ratel_cli.hardware.gpu import is_limited
 from ratel_cli.model.cut.cut_model import AnyModel
 from ratel_cli.model.values.spec import ModelSpec
-from ratel_cli.planning.memory.host_lifetimes import RUNTIME_BYTES
+from ratel_cli.planning.duties.activations import RUNTIME_BYTES
+from ratel_cli.planning.duties.placed import PlacedStep
+from ratel_cli.planning.duties.step import PlannedStep
 from ratel_cli.planning.search.plan import Plan
 from ratel_cli.run.context import RunContext
 from ratel_cli.store.store import Store
@@ -73,14 +75,15 @@ def pin_ahead(context: RunContext, spec: ModelSpec, plan: Plan, *, units_only: b
     most_bytes = _pool_bytes(context, plan)
     if not units_only:
         most_bytes -= other_bytes(spec, placement)
-        buffers += block_buffers(
-            spec,
-            placement,
-            num_micro_batches=num_micro_batches,
+        step = PlannedStep(
+            spec=spec,
+            own=spec,
+            workload=plan.workload,
+            on_gpu=True,
             holds_gradients=plan.decisions.holds_gradients,
             overlap=plan.decisions.overlap,
-            spilled_segments=plan.spilled_segments,
         )
+        buffers += block_buffers(PlacedStep(step, placement), spilled_segments=plan.spilled_segments)
     total_bytes = sum(each.num_bytes * each.number for each in buffers)
     if total_bytes >= GIB:  # else it is done in a moment
         context.log.remark(f"pinning {format_bytes(total_bytes)} of host memory for the GPU")

@@ -34,6 +34,14 @@ def others_leaving_bytes(segment: Segment) -> int:
     return min(least_leaving_bytes(segment), segment.gradient_bytes - largest_bytes(segment))
 
 
+def shared_bytes(segment: Segment) -> int:
+    """Gradients of shared blocks: those that come from segments above, with one of them that is being added to; and
+    those that go on to segments below."""
+    begun_bytes = sum(block.compute_bytes for block in segment.begun)
+    added_bytes = max((largest_elements(block) * block.dtype_bytes for block in segment.begun), default=0)
+    return begun_bytes + added_bytes + sum(block.compute_bytes for block in segment.unfinished)
+
+
 def summed_elements(block: BlockSpec) -> int:
     """The elements of a block whose sums may be on the GPU at once where host memory has them: those of its largest
     parameter and of norms and biases, whose gradients come next to those of matrices."""
