@@ -60,7 +60,8 @@ class Lease:
         self.num_bytes = num_bytes
         """Length of `memory`."""
         self._pool = pool
-        self._num_users = 1  # changed under the pool's lock
+        self.num_users = 1
+        """Changed under the pool's lock."""
         self._region: _Region | None = region
         self._memory: memoryview | None = region.memory[:num_bytes]
 
@@ -73,16 +74,16 @@ class Lease:
     def share(self) -> Self:
         """Add a user, who calls `release` too. Returns the lease itself."""
         with self._pool._lock:
-            assert self._num_users > 0, "a lease was shared after its release"
-            self._num_users += 1
+            assert self.num_users > 0, "a lease was shared after its release"
+            self.num_users += 1
         return self
 
     def release(self) -> None:
         """Remove a user. The last one gives the buffer back, and no transfer may still be using it then."""
         with self._pool._lock:
-            assert self._num_users > 0, "a lease was released more often than it was taken"
-            self._num_users -= 1
-            if self._num_users > 0:
+            assert self.num_users > 0, "a lease was released more often than it was taken"
+            self.num_users -= 1
+            if self.num_users > 0:
                 return
             region, self._region, self._memory = self._region, None, None
         assert region is not None

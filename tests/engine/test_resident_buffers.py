@@ -7,7 +7,7 @@ import random
 import pytest
 
 from ratel_cli.engine.reading.resident_buffers import ResidentBuffers
-from ratel_cli.io.buffers import BufferPool
+from ratel_cli.io.buffers import BufferPool, Lease
 from ratel_cli.sizes import PAGE_BYTES as PAGE
 
 
@@ -26,8 +26,11 @@ from ratel_cli.sizes import PAGE_BYTES as PAGE
 def test_the_first_that_fit_in_whole_pages(limit: int, sizes: list[int], fit: list[bool]) -> None:
     with BufferPool(None) as pool:
         with ResidentBuffers(pool, limit) as buffers:
-            assert [buffers.take(size) is not None for size in sizes] == fit
+            taken = [buffers.take(size) for size in sizes]
+            assert [lease is not None for lease in taken] == fit
             assert buffers.num_bytes == pool.leased_bytes <= limit
+            for lease in filter(None, taken):
+                lease.release()
         assert pool.leased_bytes == 0
 
 
@@ -36,14 +39,14 @@ def test_nothing_is_made_after_the_first_step(seed: int) -> None:
     draw = random.Random(seed)
     limit = draw.randrange(40) * PAGE
     with BufferPool(None) as pool, ResidentBuffers(pool, limit) as buffers:
-        taken = []
+        taken = list[Lease]()
         most = 0
         for turn in range(300):
             if turn == 100:
                 buffers.settle()
                 most = pool.leased_bytes
             if taken and draw.random() < 0.5:
-                buffers.give_back(taken.pop(draw.randrange(len(taken))))
+                taken.pop(draw.randrange(len(taken))).release()
             else:
                 size = draw.randrange(5 * PAGE)
                 lease = buffers.take(size)

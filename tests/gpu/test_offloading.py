@@ -16,9 +16,11 @@ from tests.gpu.machine import GPU, NEEDS_GPU
 from tests.gpu.test_hook import on_gpu
 from tests.library.test_hook import built, net_steps
 from tests.library.test_offloading import (
+    MODES,
     Order,
     all_forwards_first,
     assert_same_gradients,
+    check_changed,
     offloading,
     one_forward_one_backward,
 )
@@ -78,6 +80,13 @@ def test_host_memory_comes_first(tmp_path: Path, name: str, order: Order, host_m
     # What is asked for before it has left the GPU is not written either.
     assert (counts.resident > 0) == (host_memory != 1)
     assert counts.written == 0 or host_memory != "1GiB"
+
+
+@pytest.mark.parametrize(("change", "options"), pairwise(["itself", "a view", "the input, after forward"], MODES))
+def test_what_is_changed_after_it_was_saved_is_an_error(
+    tmp_path: Path, change: str, options: dict[str, object]
+) -> None:
+    check_changed(tmp_path, change, options, GPU)
 
 
 WIDTH, NUM_BLOCKS, NUM_ROWS = 64, 12, 4096

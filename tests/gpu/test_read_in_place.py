@@ -119,7 +119,7 @@ def test_it_is_over_before_the_memory_is_given_back(tmp_path: Path) -> None:
     release = Lease.release
 
     def scribbling(lease: Lease) -> None:
-        if lease._num_users == 1:
+        if lease.num_users == 1:
             view(lease.memory, torch.uint8).bitwise_not_()
         release(lease)
 

@@ -293,24 +293,76 @@ def test_bytes_that_differ_are_an_error(tmp_path: Path) -> None:
     assert caches[0]._transfers._pool.leased_bytes == 0
 
 
-def test_what_is_changed_in_place_is_an_error_of_torch(tmp_path: Path) -> None:
-    class Changing(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+class Changing(nn.Module):
+    """Blocks that save a result, which is changed afterwards: itself, or by a view. The last block's is not."""
 
-        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-            for layer in self.layers:
-                hidden = layer(hidden).exp()  # saves its result
-                hidden.add_(1)
-            return hidden.sum()
+    def __init__(self, change: str) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.change = change
 
-    model = Changing()
-    with (
-        ratel.offload_activations(model, storage=[tmp_path / "activations"], amount=0),
-        pytest.raises(RuntimeError, match="modified by an inplace operation"),
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            hidden = layer(hidden).exp()
+            if layer is not self.layers[-1] and self.change in {"itself", "a view"}:
+                (hidden if self.change == "itself" else hidden[:1]).add_(1)
+        return hidden.sum()
+
+
+MODES: list[dict[str, object]] = [
+    {"amount": 0},
+    {"amount": "all"},
+    {"amount": "all", "buffer_bytes": 1},
+    {"amount": "auto"},
+    {"amount": "all", "host_memory": "64MiB"},
+    {"amount": "auto", "host_memory": "64MiB"},
+]
+
+
+def check_changed(
+    directory: Path, change: str, options: dict[str, object], device: str | torch.device = "cpu"
+) -> CacheCounts:
+    """What changes after it was saved is an error, wherever it went."""
+    model = Changing(change).to(device)
+    rows = torch.randn(4, 8, device=device)
+    with ratel.offload_activations(
+        model,
+        storage=[directory / "activations"],
+        least_bytes=1,
+        limits=ratel.Limits(host_memory="4GiB"),
+        **options,  # type: ignore[arg-type]
+    ) as counts:
+        loss = model(rows)
+        if change == "the input, after forward":
+            rows.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+    return counts
+
+
+@pytest.mark.parametrize(("change", "options"), pairwise(["itself", "a view", "the input, after forward"], MODES))
+def test_what_is_changed_after_it_was_saved_is_an_error_as_torch_s(
+    tmp_path: Path, change: str, options: dict[str, object]
+) -> None:
+    counts = check_changed(tmp_path, change, options)
+    assert (counts.written + counts.resident > 0) == (options["amount"] != 0)
+
+
+@pytest.mark.parametrize("options", MODES)
+def test_what_is_changed_before_it_is_saved_is_none(tmp_path: Path, options: dict[str, object]) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True)) for _ in range(4)))
+    model, rows = copy.deepcopy(plain), torch.randn(4, 8)
+    plain(rows).sum().backward()
+    with ratel.offload_activations(
+        model,
+        storage=[tmp_path / "activations"],
+        least_bytes=1,
+        limits=ratel.Limits(host_memory="4GiB"),
+        **options,  # type: ignore[arg-type]
     ):
-        model(torch.randn(2, 4)).backward()
+        model(rows).sum().backward()
+    assert_same_gradients(model, plain)
 
 
 def test_a_backward_belongs_inside(tmp_path: Path) -> None:

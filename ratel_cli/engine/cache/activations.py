@@ -3,10 +3,11 @@
 Forward puts one unit for each layer and micro-batch, and backward fetches each once, in the opposite order. The
 placement says how many units, the first of the step, are spilled to NVMe, and from which one on they stay in GPU
 memory; the others stay in host memory. The last layer's units, which backward needs at once, are never spilled. A
-unit that stays in the memory where it was computed is not moved. Every other unit is packed into a leased buffer:
+unit that stays in the memory where it was computed is not moved. Every other unit is (engine/cache/offloader.py), in
+the order of the step:
 
-    1. put        start the download of the unit's tensors into its buffer
-    2. write      start the write of a spilled unit once its download has ended, at the latest when the next unit is put
+    1. put        the unit leaves
+    2. write      a spilled unit begins once its download has ended, at the latest when the next unit is put
     3. window     the last few spilled units stay in their buffers; for each new one the oldest buffer is released,
                   after its write has ended
     4. read       in backward the reads of the next units run ahead by the same window; units still in it are not read
@@ -15,12 +16,9 @@ unit that stays in the memory where it was computed is not moved. Every other un
     6. catch up   between two blocks: start that upload if the read has ended since
     7. fetch      wait for the read; upload what has not begun; give out the uploaded tensors; release the buffer
 
-On the device each tensor has a buffer of its own, whose memory is free when autograd has used it for the last time.
-Where two whole units do not fit there, the plan says what they may take (`UnitsOnGpu`). Then forward waits for
+Where two whole units do not fit on the device, the plan says what they may take (`UnitsOnGpu`). Then forward waits for
 downloads before it makes more outputs. And the next unit is prepared in parts: some tensors at once, others when
 backward has made a certain gradient, the rest when it is fetched.
-
-Uploads of units have a queue of their own on the device: none stands behind the weights of a block that comes later.
 
 (SSDTrain section III-C forwards what is still being stored, too; here it never depends on timing.)
 
@@ -37,16 +35,14 @@ from functools import partial
 
 import torch
 
-from ratel_cli.engine.cache.units import WINDOW_PURPOSE, PackedUnit, Unit, bytes_of, purpose_of_units
+from ratel_cli.engine.cache.offloader import Offloader
+from ratel_cli.engine.cache.units import WINDOW_PURPOSE, PackedUnit, Unit
 from ratel_cli.engine.device.device import Device
-from ratel_cli.engine.measure.telemetry import SpanLabel, Timeline
-from ratel_cli.errors import RatelError
-from ratel_cli.io.buffers import BufferPool
-from ratel_cli.io.scratch import Scratch
-from ratel_cli.io.tickets import Ticket
+from ratel_cli.engine.measure.telemetry import Timeline
+from ratel_cli.io.buffers import BufferPool, Lease
+from ratel_cli.io.scratch import Scratch, ScratchPlace
 from ratel_cli.model.values.spec import name_in_layer
-from ratel_cli.planning.profile.placement import SPILL_WINDOW_UNITS, Placement, tensors_ahead
-from ratel_cli.planning.time.step_time import Resource
+from ratel_cli.planning.profile.placement import SPILL_WINDOW_UNITS, Placement
 from ratel_cli.schedule.segments import Segment
 
 
@@ -75,14 +71,12 @@ class ActivationOffloader:
         self._made_bytes = 0
         """Outputs of the unit that forward makes."""
         self._device = device
-        self._timeline = timeline
+        self._offloader = Offloader(device, timeline)
         self._micro_batch_elements = micro_batch_elements
         self._order: list[tuple[int, int]] = []
         """Keys (block, micro-batch) of the units that were put and not fetched yet. Backward fetches the last first."""
         self._staying: dict[tuple[int, int], Unit] = {}
         self._packed: dict[tuple[int, int], PackedUnit] = {}
-        self._to_write: PackedUnit | None = None
-        """A spilled unit whose write has not begun; its download may still be running."""
         self._window: deque[PackedUnit] = deque()
         """Spilled units that are in a buffer, in the order in which they got it."""
         self._to_read: list[PackedUnit] = []
@@ -114,26 +108,23 @@ class ActivationOffloader:
         """Offload a unit until it is fetched. Its tensors must not be changed afterwards."""
         key = block, micro_batch
         number = self._num_skipped + len(self._order)
-        is_spilled = number < self._spilled_units
-        stays = self._stays_from is not None and number >= self._stays_from
         self._order.append(key)
         self.put_bytes += unit.num_bytes
         self._made_bytes = 0
         self._start_writing()
-        if stays:
+        if self._stays_from is not None and number >= self._stays_from:
             self._staying[key] = Unit(leaf=unit.leaf.detach(), offloaded=unit.offloaded)
             return
-        packed = self._packed[key] = PackedUnit(block, unit, self._end if is_spilled else None)
-        if is_spilled:
-            self._end += packed.num_bytes
+        packed = self._packed[key] = PackedUnit(block, unit)
+        if number < self._spilled_units:
+            assert self._scratch is not None
+            packed.place = ScratchPlace(self._scratch, self._end, packed.buffer_bytes)
+            self._end += packed.buffer_bytes
             self._shrink_window()
-        self._lease(packed)
-        pieces = list(zip(map(bytes_of, unit.tensors), packed.pieces, strict=True))
-        packed.download = self._device.download(pieces, packed.label("forward"))
-        if is_spilled:
-            self._to_write = packed
-            if packed.download.done:
-                self._start_writing()
+        self._offloader.leave(packed, unit.tensors, self._lease(packed))
+        assert packed.download is not None
+        if packed.download.done:
+            self._start_writing()
 
     @contextlib.contextmanager
     def fetch(self, block: int, micro_batch: int) -> Iterator[Unit]:
@@ -152,13 +143,14 @@ class ActivationOffloader:
             yield unit
             return
         packed = self._packed[key]
-        self._bring_to_memory(packed)
-        self._reserve(packed)
-        self._upload(packed)  # before the next unit's, which runs on the same stream
+        if packed.lease is None:
+            self._shrink_window()
+            self._read(self._to_read.pop())
+        self._read_ahead()
+        self._offloader.reserve(packed)
+        self._offloader.upload(packed)  # before the next unit's, which runs on the same stream
         self._prepare()
-        yield packed.open()
-        with self._timeline.stalled_on("up"):
-            packed.wait_uploaded()
+        yield packed.unit_in(self._offloader.open(packed))
         self._release(packed)
         del self._packed[key]
 
@@ -186,12 +178,12 @@ class ActivationOffloader:
             for hook in hooks:
                 hook.remove()
 
-    def prepare_more(self, most_bytes: int) -> None:
+    def prepare_more(self, most_bytes: int | None) -> None:
         """Reserve device buffers for more tensors of the unit that is fetched next, which may take `most_bytes` in all,
-        and start their upload if the unit is in host memory. Raises as `catch_up`."""
+        or as many as they are, and start their upload if the unit is in host memory. Raises as `catch_up`."""
         coming = self._coming
         if coming is not None:
-            self._reserve(coming, most_bytes)
+            self._offloader.reserve(coming, most_bytes)
             self.catch_up()
 
     def catch_up(self) -> None:
@@ -201,98 +193,53 @@ class ActivationOffloader:
         """
         coming = self._coming
         if coming is not None and coming.buffers and coming.is_in_memory:
-            self._upload(coming)
+            self._offloader.upload(coming)
 
     def reset(self) -> None:
         """Forget all units: the step is over, however it ended."""
         for packed in self._packed.values():
-            with contextlib.suppress(RatelError):  # nobody needs these bytes any more
-                if packed.read is not None:
-                    packed.read.wait()
-            with contextlib.suppress(RatelError):
-                if packed.write is not None:
-                    packed.write.wait()
-            if packed.download is not None:
-                packed.download.wait()
-            packed.wait_uploaded()
-            if packed.lease is not None:
-                packed.lease.release()
+            self._offloader.drop(packed)
         self._made_bytes = 0
         self._order.clear()
         self._staying.clear()
         self._packed.clear()
-        self._to_write = None
         self._window.clear()
         self._to_read.clear()
         self._end = self.put_bytes = self._num_skipped = 0
 
     def _start_writing(self) -> None:
         """Phase 2, for the unit that was put last, if it is spilled."""
-        packed, self._to_write = self._to_write, None
-        if packed is None:
-            return
-        assert self._scratch is not None and packed.download is not None and packed.offset is not None
-        with self._timeline.stalled_on("down"):
-            packed.download.wait()
-        packed.write = self._scratch.write_sealed(packed.offset, packed.memory)
-
-    def _bring_to_memory(self, packed: PackedUnit) -> None:
-        """Return when the unit is in host memory. The reads of the next units are started first."""
-        if packed.lease is None:
-            self._shrink_window()
-            self._read(self._to_read.pop())
-        self._read_ahead()
-        self._wait_read(packed)
+        for packed in self._window:
+            if packed.download is not None:
+                self._offloader.write(packed)
 
     def _prepare(self) -> None:
         """Phase 5, on a GPU."""
-        coming = self._coming
-        if self._device.is_host or coming is None:
-            return
-        self._reserve(coming, None if self._units is None else self._units.ahead_bytes)
-        self.catch_up()
+        if not self._device.is_host:
+            self.prepare_more(None if self._units is None else self._units.ahead_bytes)
 
     @property
     def _coming(self) -> PackedUnit | None:
         """The unit that is fetched next; None if there is none, or if it stays where it was computed."""
         return self._packed.get(self._order[-1]) if self._order else None
 
-    def _reserve(self, packed: PackedUnit, most_bytes: int | None = None) -> None:
-        """Reserve device buffers for tensors that have none, as many as fit into `most_bytes` together with those that
-        have; None: for all."""
-        sizes, reserved = [place.num_bytes for place in packed.places], packed.reserved
-        most_bytes = sum(sizes) if most_bytes is None else most_bytes
-        for number in tensors_ahead(sizes, most_bytes, taken=reserved):
-            packed.buffers[number] = self._device.reserve(sizes[number])
-
-    def _upload(self, packed: PackedUnit) -> None:
-        """Start the upload of all tensors that have buffers."""
-        self._wait_read(packed)
-        label, pieces = packed.label("backward"), packed.pieces
-        for number, buffer in packed.buffers.items():
-            packed.uploads[number] = self._device.upload(
-                pieces[number], buffer, label, lane="activations", after=packed.download
-            )
-        packed.buffers = {}
-
     def _read_ahead(self) -> None:
         while self._to_read and len(self._window) < SPILL_WINDOW_UNITS:
             self._read(self._to_read.pop())
 
     def _read(self, packed: PackedUnit) -> None:
-        assert self._scratch is not None and packed.offset is not None
-        self._lease(packed)
-        packed.read = self._scratch.read_sealed(packed.offset, packed.memory, packed.label("backward").text)
+        self._offloader.read(packed, self._lease(packed))
 
-    def _lease(self, packed: PackedUnit) -> None:
+    def _lease(self, packed: PackedUnit) -> Lease:
         # Buffers of the window serve any block. The others are leased all at once, each size once for each layer.
-        purpose = purpose_of_units(packed.block) if packed.offset is None else WINDOW_PURPOSE
-        at_most_bytes = packed.num_bytes
+        purpose = packed.what if packed.place is None else WINDOW_PURPOSE
+        num_bytes = at_most_bytes = packed.buffer_bytes
         if self._micro_batch_elements is not None:
-            at_most_bytes = -(-packed.num_bytes * self._micro_batch_elements // packed.num_elements)
-        packed.lease = self._pool.lease(packed.num_bytes, purpose, at_most_bytes=at_most_bytes)
-        if packed.offset is not None:
+            at_most_bytes = -(-num_bytes * self._micro_batch_elements // packed.num_elements)
+        lease = self._pool.lease(num_bytes, purpose, at_most_bytes=at_most_bytes)
+        if packed.place is not None:
             self._window.append(packed)
+        return lease
 
     def _shrink_window(self) -> None:
         """Release the oldest buffer of a full window."""
@@ -302,22 +249,6 @@ class ActivationOffloader:
             self._to_read.append(oldest)
 
     def _release(self, packed: PackedUnit) -> None:
-        write, packed.write = packed.write, None
-        if write is not None:
-            self._wait(write, "nvme write", packed.label("forward"))
-            packed.download = None  # what will be read comes from the drive
-        if packed.offset is not None:
+        if packed.place is not None:
             self._window.remove(packed)
-        lease, packed.lease = packed.lease, None
-        assert lease is not None
-        lease.release()
-
-    def _wait_read(self, packed: PackedUnit) -> None:
-        read, packed.read = packed.read, None
-        if read is not None:
-            self._wait(read, "nvme read", packed.label("backward"))
-
-    def _wait(self, transfer: Ticket, resource: Resource, label: SpanLabel) -> None:
-        with self._timeline.stalled_on(resource):
-            transfer.wait()
-        self._timeline.transfer(resource, label, transfer)
+        self._offloader.release(packed)

@@ -9,10 +9,8 @@ from dataclasses import dataclass, field
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ratel_cli.engine.device.device import DeviceBuffer, Download, Moment, Transfer, Upload
-from ratel_cli.io.buffers import Lease
-from ratel_cli.io.scratch import ScratchPlace
-from ratel_cli.io.tickets import Ticket
+from ratel_cli.engine.cache.offloader import Offloaded, TensorLayout
+from ratel_cli.engine.device.device import Moment
 
 
 @dataclass(slots=True)
@@ -82,35 +80,19 @@ class SavedPass:
         return 0.0 if self.ended is None else self.ended() - self.began()
 
 
-@dataclass(slots=True, eq=False)
-class SavedStorage:
+@dataclass(slots=True, eq=False, kw_only=True)
+class SavedStorage(Offloaded):
     """The storage of saved tensors."""
 
     known: StorageWeakRef
     """Weak reference to the storage. As long as it exists, no other storage has the same address."""
     version: int
-    num_bytes: int
     scope: SavedScope
     of_pass: SavedPass
     tensor: torch.Tensor | None
     """A tensor that has the storage, while that is in its place."""
-    lease: Lease | None
-    download: Download | None
-    place: ScratchPlace | None
-    """On the drives; None where host memory has it."""
-    write: Ticket | None = None
-    is_written: bool = False
-    read: Ticket | None = None
-    is_read: bool = False
-    """Whether the buffer is one for reading."""
-    buffer: DeviceBuffer | None = None
-    """Device buffer for an upload that has not begun."""
-    upload: Upload | None = None
-    """The upload, until it is opened."""
-    uploaded: Transfer | None = None
-    """The transfer of the opened upload."""
     restored: torch.Tensor | None = None
-    """A tensor whose storage has the same bytes, when it is back."""
+    """Its bytes, flat uint8 `[bytes]`, when they are back."""
     num_users: int = 0
 
     @property
@@ -118,15 +100,8 @@ class SavedStorage:
         return self.known.cdata, self.version
 
     @property
-    def transfers(self) -> list[Transfer | Ticket]:
-        """All its transfers that may be in flight."""
-        each = (self.download, self.write, self.read, self.upload, self.uploaded)
-        return [transfer for transfer in each if transfer is not None]
-
-    @property
-    def is_not_uploading(self) -> bool:
-        """No upload is in flight."""
-        return all(each is None or each.done for each in (self.upload, self.uploaded))
+    def num_bytes(self) -> int:
+        return self.sizes[0]
 
     @property
     def moved(self) -> Moved:
@@ -139,32 +114,13 @@ class SavedStorage:
         return self.tensor is None and self.restored is None
 
     @property
-    def is_in_memory(self) -> bool:
-        """Whether its buffer has the bytes, or will have them when the download has ended."""
-        return self.lease is not None and (self.read is None or self.read.done)
-
-    @property
     def is_on_drives(self) -> bool:
         """Whether only the drives have its bytes."""
-        return self.is_away and self.upload is None and self.lease is None
+        return self.is_away and not self.uploads and self.lease is None
 
 
-class SavedView:
-    """What autograd has of a tensor in the cache."""
-
-    def __init__(self, entry: SavedStorage, tensor: torch.Tensor, given_up: deque[SavedStorage]) -> None:
-        """`given_up` gets the entry when autograd needs the tensor no more."""
-        self.entry, self._given_up = entry, given_up
-        self.dtype, self.shape = tensor.dtype, tensor.shape
-        self.stride, self.offset = tensor.stride(), tensor.storage_offset()
-        entry.num_users += 1
-
-    def __del__(self) -> None:
-        self._given_up.append(self.entry)  # at any moment: the next call of the cache looks at it
-
-
-class StayingTensor:
-    """What autograd has of a tensor that stays."""
+class SavedTensor:
+    """What autograd has of a tensor. It stays where it is, unless it is a `SavedView`."""
 
     def __init__(self, tensor: torch.Tensor, scope: SavedScope | None = None) -> None:
         """`scope`: the one that saves it; None if it is not one of a forward's activations."""
@@ -172,9 +128,23 @@ class StayingTensor:
         self._tensor, self._version = tensor.detach(), tensor._version
 
     def unchanged(self) -> torch.Tensor:
-        """The tensor. Raises RuntimeError, as torch does, if it was changed in place."""
+        """The tensor; an empty one of a `SavedView`. Raises RuntimeError, as torch does, if it was changed in place."""
         if self._tensor._version != self._version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation"
             )
         return self._tensor
+
+
+class SavedView(SavedTensor):
+    """What autograd has of a tensor in the cache."""
+
+    def __init__(self, entry: SavedStorage, tensor: torch.Tensor, given_up: deque[SavedStorage]) -> None:
+        """`given_up` gets the entry when autograd needs the tensor no more."""
+        self.entry, self.layout, self._given_up = entry, TensorLayout.of(tensor), given_up
+        entry.num_users += 1
+        super().__init__(tensor, entry.scope)
+        self._tensor.data = tensor.new_empty(0)  # still counts the tensor's changes, and holds none of its memory
+
+    def __del__(self) -> None:
+        self._given_up.append(self.entry)  # at any moment: the next call of the cache looks at it

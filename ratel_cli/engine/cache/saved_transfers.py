@@ -1,4 +1,7 @@
-"""The transfers of saved tensors: to host memory, to the drives, and back (SSDTrain, section III).
+"""When the tensor cache moves saved tensors: to host memory, to the drives, and back (SSDTrain, section III).
+
+Which backward comes next is not known, nor whether one does. So each phase of the offloader (engine/cache/offloader.py)
+follows what has ended, whenever the cache is called:
 
     1. leave    a storage is downloaded into a buffer. Its memory is free as soon as what is computed next begins after
                 the copy, which on a GPU is long before the host knows that the copy has ended
@@ -8,13 +11,10 @@
 
 What is asked for while its bytes are in a buffer is taken from there and never read. Buffers of what is being written
 take no more than `buffer_bytes`; what is computed next waits for downloads that take more than that of a GPU's memory.
-
-Invariant: what comes back are the bytes that left, or an error.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
 from collections.abc import Iterable
 
@@ -22,19 +22,17 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ratel_cli.closing import Closing
+from ratel_cli.engine.cache.offloader import Offloader, bytes_of
 from ratel_cli.engine.cache.saved_tensors import CacheCounts, SavedPass, SavedScope, SavedStorage
 from ratel_cli.engine.device.device import Device
-from ratel_cli.engine.measure.telemetry import SpanLabel
 from ratel_cli.engine.reading.resident_buffers import ResidentBuffers
-from ratel_cli.errors import DoesNotFit, RatelError
+from ratel_cli.errors import DoesNotFit
 from ratel_cli.io.buffers import BufferPool, Lease
 from ratel_cli.io.scratch import GrowingScratch, ScratchPlace
 
-_LABEL = SpanLabel(text="saved tensors", block=0, stage="forward")
-
 
 class SavedTransfers(Closing):
-    """Moves the storages of saved tensors. All methods are for threads that wait for one another."""
+    """Moves the storages that the tensor cache hands over. All methods are for threads that wait for one another."""
 
     def __init__(
         self,
@@ -52,6 +50,7 @@ class SavedTransfers(Closing):
         self.counts = CacheCounts()
         self._pool, self._space = pool, space
         self._resident = resident
+        self._offloader = Offloader(device)
         self._storing: deque[SavedStorage] = deque()
         """Storages with a buffer that is downloaded to or written, the oldest first."""
         self._leaving: deque[SavedStorage] = deque()
@@ -92,22 +91,21 @@ class SavedTransfers(Closing):
         self, tensor: torch.Tensor, lease: Lease, place: ScratchPlace | None, scope: SavedScope, of_pass: SavedPass
     ) -> SavedStorage:
         """Start the download of the tensor's storage. `place`: where it goes then; None: it stays in the buffer."""
-        num_bytes = tensor.untyped_storage().nbytes()
+        storage = tensor.untyped_storage()
         entry = SavedStorage(
-            known=StorageWeakRef(tensor.untyped_storage()),
+            what="a saved tensor",
+            block=0,
+            sizes=[storage.nbytes()],
+            place=place,
+            known=StorageWeakRef(storage),
             version=tensor._version,
-            num_bytes=num_bytes,
             scope=scope,
             of_pass=of_pass,
             tensor=tensor.detach(),
-            lease=lease,
-            download=self.device.download(
-                [(_bytes_of(tensor), lease.memory[:num_bytes])], _LABEL, beside_bytes=self.buffer_bytes
-            ),
-            place=place,
         )
+        self._offloader.leave(entry, [tensor], lease, beside_bytes=self.buffer_bytes)
         if place is None:
-            self.counts.resident += num_bytes
+            self.counts.resident += entry.num_bytes
         (self._leaving if place is None else self._storing).append(entry)
         self._live.add(entry)
         return entry
@@ -118,7 +116,7 @@ class SavedTransfers(Closing):
         while self._leaving and self._has_left(self._leaving[0]):
             self._leaving.popleft()
         for entry in self._storing:
-            if self._has_left(entry) and entry.write is None and (entry.download is None or entry.download.done):
+            if self._has_left(entry) and entry.download is not None and entry.download.done:
                 self._start_write(entry)
         while self._storing and self._storing[0].write is not None and self._storing[0].write.done:
             self._end_storing(self._storing.popleft())
@@ -127,7 +125,7 @@ class SavedTransfers(Closing):
         ended, self._ended = self._ended, []
         for entry in ended:
             if all(each.done for each in entry.transfers) and entry not in self._storing:
-                self._end_transfers(entry)
+                self._drop(entry)
                 self._live.discard(entry)
             else:
                 self._ended.append(entry)
@@ -151,50 +149,45 @@ class SavedTransfers(Closing):
         if self.device.is_host:
             return False
         for entry in entries:
-            if not entry.num_users or not entry.is_away or entry.upload is not None:
+            if not entry.num_users or not entry.is_away or entry.uploads:
                 continue
-            if entry.buffer is None:
+            if not entry.buffers:
                 if not must_come and self._ahead_bytes + entry.num_bytes > self.buffer_bytes:
                     return False
-                entry.buffer = self.device.reserve(entry.num_bytes)
+                self._offloader.reserve(entry)
             if entry.is_in_memory:
                 self._start_upload(entry)
         return True
 
     def restored(self, entry: SavedStorage) -> torch.Tensor:
-        """A tensor with the entry's storage: what was saved, or a copy of it."""
+        """The entry's storage, or a copy of it, flat uint8 `[bytes]`."""
         if entry.tensor is not None:
-            self._check_unchanged(entry)
-            return entry.tensor
+            return bytes_of(entry.tensor)
         if entry.restored is None:
             computed = self.device.mark()
             if entry.is_on_drives:
                 self._start_read(entry)
             is_there = self._is_there(entry)
-            if entry.upload is None:
+            if not entry.uploads:
                 self._start_upload(entry)
-            upload, entry.upload = entry.upload, None
-            assert upload is not None
-            opened = upload.open()
+            [opened] = self._offloader.open(entry)
             if not is_there:
                 entry.moved.waits.append((computed, self.device.mark()))
-            if self.device.is_host:
-                entry.restored = opened.clone()
-                self._end_upload(entry)
-            else:  # memory that backward has done with is free before the host knows that the upload is over
-                entry.restored, entry.uploaded = opened, upload.give_up()
+            entry.restored = opened.clone() if self.device.is_host else opened
+            self._end_upload(entry)
         return entry.restored
 
     def end(self, entry: SavedStorage) -> None:
         """Nobody needs it any more."""
-        entry.tensor = entry.restored = entry.buffer = None
+        entry.tensor = entry.restored = None
+        entry.buffers = {}
         self._ended.append(entry)
 
     def close(self) -> None:
         """Wait for transfers in flight. Nothing can be restored any more. Idempotent."""
         for entry in self._live:
             entry.tensor = entry.restored = None
-            self._end_transfers(entry)
+            self._drop(entry)
         for group in (self._live, self._storing, self._leaving, self._uploading, self._ended):
             group.clear()
 
@@ -223,13 +216,13 @@ class SavedTransfers(Closing):
     @property
     def _ahead_bytes(self) -> int:
         """Bytes of GPU memory taken for storages that backward has not asked for yet."""
-        return sum(entry.num_bytes for entry in self._live if entry.buffer is not None or entry.upload is not None)
+        return sum(entry.num_bytes for entry in self._live if entry.buffers or entry.uploads)
 
     def _is_there(self, entry: SavedStorage) -> bool:
         """Whether computing need not wait for it."""
         if self.device.is_host:
             return entry.is_in_memory
-        return entry.upload is not None and entry.upload.done
+        return bool(entry.uploads) and entry.is_not_uploading
 
     def _leaves_without_stall(self, num_bytes: int) -> bool:
         """Whether another `num_bytes` may leave while what is computed next does not wait."""
@@ -238,98 +231,45 @@ class SavedTransfers(Closing):
 
     def _has_left(self, entry: SavedStorage) -> bool:
         """Whether the tensor's memory is not read for its download any more. It is dropped then."""
-        if entry.tensor is None:
-            return True
-        assert entry.download is not None
-        if not entry.download.has_left:
-            return False
-        self._check_unchanged(entry)
-        entry.tensor = None
-        return True
-
-    def _check_unchanged(self, entry: SavedStorage) -> None:
-        """Raise RuntimeError, as torch does, if a tensor was changed while it was downloaded from a GPU."""
-        if entry.tensor is not None and entry.tensor._version != entry.version and not self.device.is_host:
-            raise RuntimeError("a saved tensor was modified by an inplace operation while it was downloaded")
+        if entry.download is None or entry.download.has_left:
+            entry.tensor = None
+        return entry.tensor is None
 
     def _start_write(self, entry: SavedStorage) -> None:
-        assert entry.lease is not None and entry.place is not None
-        entry.download = None
-        entry.write = entry.place.scratch.write_sealed(entry.place.offset, entry.lease.memory)
+        """Waits for the download."""
+        self._offloader.write(entry)
         self.counts.written += entry.num_bytes
 
     def _end_storing(self, entry: SavedStorage) -> None:
         """Return when an entry is written; its buffer is free then."""
         if entry.write is None:
-            assert entry.download is not None
-            entry.download.wait()
-            self._has_left(entry)
             self._start_write(entry)
-        write, entry.write = entry.write, None
-        assert write is not None
-        write.wait()
-        entry.of_pass.spans.append(write.span)
-        entry.is_written = True
-        if entry.is_not_uploading:
-            self._free_buffer(entry)
+            entry.tensor = None
+        self._offloader.end_write(entry)
+        assert entry.written is not None
+        entry.of_pass.spans.append(entry.written)
+        self._end_upload(entry)
 
     def _start_read(self, entry: SavedStorage) -> None:
-        assert entry.place is not None
-        lease = self._pool.lease(entry.place.num_bytes, "saved tensors")
-        try:
-            entry.read = entry.place.scratch.read_sealed(entry.place.offset, lease.memory, "a saved tensor")
-        except BaseException:
-            lease.release()
-            raise
-        entry.lease, entry.is_read = lease, True
+        self._offloader.read(entry, self._pool.lease(entry.buffer_bytes, "saved tensors"))
         self.counts.read += entry.num_bytes
 
     def _start_upload(self, entry: SavedStorage) -> None:
-        """Waits for the read. If that failed, only the drives have the entry again."""
-        assert entry.lease is not None
-        read, entry.read = entry.read, None
-        if read is not None:
-            try:
-                read.wait()
-            except BaseException:
-                self._free_buffer(entry)
-                raise
-        elif entry.place is not None:
+        """Waits for the read."""
+        if entry.place is not None and not entry.is_read:
             self.counts.forwarded += entry.num_bytes
-        buffer, entry.buffer = entry.buffer or self.device.reserve(entry.num_bytes), None
-        memory = entry.lease.memory[: entry.num_bytes]
-        entry.upload = self.device.upload(memory, buffer, _LABEL, lane="activations", after=entry.download)
+        self._offloader.reserve(entry)
+        self._offloader.upload(entry)
         if not self.device.is_host:
             self._uploading.append(entry)
 
     def _end_upload(self, entry: SavedStorage) -> None:
-        """The upload is over. What is not written yet has its buffer until then."""
-        if entry.place is None or entry.is_written:
-            self._free_buffer(entry)
+        """Release the buffer, unless it is still written or uploaded."""
+        if (entry.place is None or entry.written is not None) and entry.is_not_uploading:
+            self._offloader.release(entry)
 
-    def _end_transfers(self, entry: SavedStorage) -> None:
-        """Wait for what is in flight, and give back buffer and place. Nobody needs the bytes, so no failure matters."""
-        transfers = entry.transfers
-        entry.buffer = None
-        entry.download = entry.write = entry.read = entry.upload = entry.uploaded = None
-        for transfer in transfers:
-            with contextlib.suppress(RatelError):
-                transfer.wait()
-        self._free_buffer(entry)
+    def _drop(self, entry: SavedStorage) -> None:
+        """Wait for what is in flight, and give back buffer and place."""
+        self._offloader.drop(entry)
         if entry.place is not None:
             self._space.give_back(entry.place)
-
-    def _free_buffer(self, entry: SavedStorage) -> None:
-        lease, entry.lease = entry.lease, None
-        entry.is_read = False
-        if lease is None:
-            return
-        if entry.place is None and self._resident is not None:
-            self._resident.give_back(lease)
-        else:
-            lease.release()
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's whole storage, flat uint8 `[bytes]`."""
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())

@@ -22,7 +22,8 @@ stays. A GPU is behind the host that queues its work, so there the host queues o
 Identity is a storage and its version, so that views of one storage are one write, and a storage that was changed in
 place is another one. The paper's key, the first element's address and the shape, takes views for one another.
 
-Invariant: what backward gets are the bytes that autograd saved, or an error.
+Invariant: what backward gets are the bytes that autograd saved, or an error; and a tensor that was changed after it was
+saved is one, wherever it went, as it is in torch.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ from ratel_cli.engine.cache.saved_tensors import (
     SavedPass,
     SavedScope,
     SavedStorage,
+    SavedTensor,
     SavedView,
-    StayingTensor,
 )
 from ratel_cli.engine.cache.saved_transfers import SavedTransfers
 from ratel_cli.engine.device.device import Moment
@@ -148,9 +149,9 @@ class TensorCache(Closing):
 
     # What autograd calls.
 
-    def _save(self, tensor: torch.Tensor) -> SavedView | StayingTensor:
+    def _save(self, tensor: torch.Tensor) -> SavedTensor:
         if self._is_closed or self.is_of_parent or self._pass is None or self._is_left_out(tensor):
-            return StayingTensor(tensor)
+            return SavedTensor(tensor)
         self._advance()
         storage = tensor.untyped_storage()
         known = self._entries.get((storage._cdata, tensor._version))
@@ -165,7 +166,7 @@ class TensorCache(Closing):
         buffer = self._buffer_for(self._pass, num_bytes) if may_leave and not self._keeps else None
         if buffer is None:
             self.counts.stayed += num_bytes
-            return StayingTensor(tensor, self._pass.scope)
+            return SavedTensor(tensor, self._pass.scope)
         entry = self._transfers.leave(tensor, *buffer, self._pass.scope, self._pass)
         entry.moved.num_bytes += num_bytes
         self._pass.scope.entries.append(entry)
@@ -173,21 +174,18 @@ class TensorCache(Closing):
         self._advance()
         return SavedView(entry, tensor, self.given_up)
 
-    def _restore(self, saved: SavedView | StayingTensor) -> torch.Tensor:
-        if isinstance(saved, StayingTensor):
-            if saved.scope is not None and not self._is_closed:
-                self._reach(saved.scope)
-            return saved.unchanged()
+    def _restore(self, saved: SavedTensor) -> torch.Tensor:
+        tensor = saved.unchanged()
+        if saved.scope is not None and not self._is_closed:
+            self._reach(saved.scope)
+        if not isinstance(saved, SavedView):
+            return tensor
         if self._is_closed:
             raise BadInput(
                 "a backward comes after its offload_activations has ended", "let it run inside of that context"
             )
-        entry = saved.entry
-        self._reach(entry.scope)
-        self._follow_schedule(entry)
-        base = self._transfers.restored(entry)
-        values = torch.empty(0, dtype=saved.dtype, device=base.device)
-        return values.set_(base.untyped_storage(), saved.offset, saved.shape, saved.stride)
+        self._follow_schedule(saved.entry)
+        return saved.layout.tensor_in(self._transfers.restored(saved.entry))
 
     # Saving.
 

@@ -22,7 +22,6 @@ class ResidentBuffers(Closing):
     def __init__(self, pool: BufferPool, limit_bytes: int) -> None:
         """`limit_bytes`: of all buffers, each in whole pages."""
         self._pool, self._limit_bytes = pool, limit_bytes
-        self._idle: list[Lease] = []
         self._leases: list[Lease] = []
         self._is_settled = False
 
@@ -34,32 +33,25 @@ class ResidentBuffers(Closing):
     @property
     def is_in_use(self) -> bool:
         """Whether a tensor has one."""
-        return len(self._idle) < len(self._leases)
+        return any(lease.num_users > 1 for lease in self._leases)
 
     def take(self, num_bytes: int) -> Lease | None:
-        """A buffer of at least `num_bytes`; None if there is no memory. Raises DoesNotFit as the pool does."""
+        """A buffer of at least `num_bytes`, which serves again when its user has released it; None if there is no
+        memory. Raises DoesNotFit as the pool does."""
         size_bytes = align_up(num_bytes, PAGE_BYTES)
-        fitting = [each for each in self._idle if each.num_bytes >= size_bytes]
+        fitting = [each for each in self._leases if each.num_users == 1 and each.num_bytes >= size_bytes]
         smallest = min(fitting, key=lambda each: each.num_bytes, default=None)
         may_grow = not self._is_settled and self.num_bytes + size_bytes <= self._limit_bytes
         if may_grow and (smallest is None or smallest.num_bytes > size_bytes):
-            lease = self._pool.lease(size_bytes, "saved tensors that stay in RAM")
-            self._leases.append(lease)
-            return lease
-        if smallest is not None:
-            self._idle.remove(smallest)
-        return smallest
-
-    def give_back(self, lease: Lease) -> None:
-        """Nothing of the buffer is in flight, and its bytes are not needed any more."""
-        self._idle.append(lease)
+            smallest = self._pool.lease(size_bytes, "saved tensors that stay in RAM")
+            self._leases.append(smallest)
+        return None if smallest is None else smallest.share()
 
     def settle(self) -> None:
         """The first step has ended. Idempotent."""
         self._is_settled = True
 
     def close(self) -> None:
-        """Give the buffers back to the pool: no transfer may be using them. Idempotent."""
-        self._idle.clear()
+        """Give the buffers back to the pool, once no tensor has them. Idempotent."""
         while self._leases:
             self._leases.pop().release()
