@@ -27,9 +27,9 @@ from torch import nn
 from torch.autograd.graph import Node, get_gradient_edge
 
 from ratel_cli.engine.measure.telemetry import Timeline
+from ratel_cli.engine.optimizer.phases import StepDecision
 from ratel_cli.engine.optimizer.settings import adamw_settings
 from ratel_cli.engine.optimizer.update import UpdateSettings
-from ratel_cli.engine.steps.block_calls import EndedStep
 from ratel_cli.engine.steps.build import UpdatingParts, open_device
 from ratel_cli.engine.steps.following import EngineSettings
 from ratel_cli.engine.steps.horizontal import HorizontalEngine
@@ -294,11 +294,11 @@ class Hooked(HasState):
         if self._engine is not None:
             self._engine.settle()
 
-    def _ended(self, step: EndedStep) -> None:
-        self._grad_norm = step.grad_norm
+    def _ended(self, step: StepDecision) -> None:
+        self._grad_norm = step.norm
         self._passed_on.clear()
         self._rules.clear()
-        if step.first_not_finite is not None or not math.isfinite(step.grad_norm):
+        if step.first_not_finite is not None or not math.isfinite(step.norm):
             what = step.first_not_finite or "all parameters together"
             raise Diverged(
                 f"step {self._pending.step + 1}: the gradient of {what} is not finite; step {self._pending.step} is "

@@ -11,6 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from threading import Lock
+from typing import Self
 
 import torch
 
@@ -33,7 +35,8 @@ Norms = dict[str, float | torch.Tensor]
 
 
 class BlockGradient:
-    """The gradient of one block in the gradient dtype (G16): in host memory, or in the scratch file."""
+    """The gradient of one block in the gradient dtype (G16), for one or more users: in host memory, or in the scratch
+    file."""
 
     def __init__(
         self,
@@ -65,6 +68,8 @@ class BlockGradient:
         """The norms in fp32 `[parameters with a gradient]`, if `norms` are on a GPU."""
         self._scratch: Scratch | None = None
         self._offset_bytes = 0
+        self._lock = Lock()
+        self._num_users = 1
 
     @property
     def num_bytes(self) -> int:
@@ -130,8 +135,18 @@ class BlockGradient:
             self._lease = pool.lease(self.num_bytes, name, crosses_link=rows is not None, at_most_bytes=at_most_bytes)
             self._scratch.read_sealed(self._offset_bytes, self._lease.memory, name).wait()
 
+    def share(self) -> Self:
+        """Add a user, who calls `release` too. Returns the gradient itself."""
+        with self._lock:
+            self._num_users += 1
+        return self
+
     def release(self) -> None:
-        """Give the memory back: the update is done, or will not happen."""
+        """Remove a user. The last one gives the memory back, and may do so again."""
+        with self._lock:
+            self._num_users -= 1
+            if self._num_users > 0:
+                return
         self._wait_download()
         for lease in (self._lease, self._norms_lease):
             if lease is not None:

@@ -7,6 +7,7 @@ they leave (engine/optimizer/leaving.py).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TypeAlias
@@ -137,6 +138,11 @@ def total_norm(norms: NormParts, order: Sequence[str]) -> torch.Tensor:
     stacked = torch.stack(on_device) if on_device else torch.tensor(present, dtype=torch.float32, device="cpu")
     norm: torch.Tensor = torch.linalg.vector_norm(stacked, 2.0)
     return norm.cpu()
+
+
+def first_not_finite(norms: NormParts, order: Sequence[str]) -> str | None:
+    """Name of the first parameter in `order` whose gradient is not finite; None if all are."""
+    return next((name for name in order if not all(map(math.isfinite, norms.get(name, ())))), None)
 
 
 def clip_coefficient(norm: torch.Tensor, max_norm: float) -> float:

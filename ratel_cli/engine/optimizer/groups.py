@@ -34,14 +34,12 @@ from ratel_cli.store.store import Store
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class BlockUpdate:
-    """One block's update, until its last byte is written. The pipeline owns the gradient and the weights meanwhile."""
+    """One block's update, until its last byte is written. The pipeline is a user of gradient and weights meanwhile."""
 
     gradient: BlockGradient
     weights: HostWeights | None
     """Compute weights in memory, updated in place and written from there; None: read and written with the states."""
     numbers: UpdateNumbers
-    holds_gradient: bool = False
-    """True if `Updates` releases the gradient: a clipped step needs it again."""
     is_updated: bool = field(default=False, init=False)
     """True when `weights`, if there are any, are the new ones."""
     is_written: bool = field(default=False, init=False)
@@ -49,7 +47,7 @@ class BlockUpdate:
 
     def release(self) -> None:
         """Release gradient and weights: the update has been written, or never will be."""
-        if not (self.holds_gradient or self.is_updated):
+        if not self.is_updated:
             self.gradient.release()
         weights, self.weights = self.weights, None
         if weights is not None:

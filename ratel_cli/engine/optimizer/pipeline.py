@@ -23,7 +23,7 @@ have been waited for; a failure ends the walk and is raised by every later call.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from threading import Condition, Thread
 from typing import Literal
 
@@ -97,14 +97,6 @@ class UpdatePipeline(Closing):
             else:
                 self._order.append(block)
             self._changed.notify_all()
-
-    def let_go(self, updates: Iterable[BlockUpdate]) -> None:
-        """Release the gradients that these updates hold, each when it has been used: they are not needed again."""
-        with self._changed:
-            for update in updates:
-                update.holds_gradient = False
-                if update.is_updated:
-                    update.gradient.release()
 
     def wait_updated(self, update: BlockUpdate) -> None:
         """Return when the weights that the update came with are the new ones."""
@@ -291,8 +283,7 @@ class UpdatePipeline(Closing):
 
     def _note_updated(self, update: BlockUpdate) -> None:
         update.is_updated = True
-        if not update.holds_gradient:
-            update.gradient.release()
+        update.gradient.release()
         self._changed.notify_all()
 
     def _note_written(self, update: BlockUpdate) -> None:

@@ -56,8 +56,8 @@ class UpdateNumbers:
 
     number: int
     """Counts applied updates, from 1."""
-    learning_rate: float
-    """The run's."""
+    learning_rate: float | None
+    """The run's; None: it is not known yet."""
     gradient_scale: float
     """Every gradient is multiplied by this first: the inverse loss scale times the clip coefficient."""
     group_rates: tuple[float, ...] = ()
@@ -65,6 +65,7 @@ class UpdateNumbers:
 
     def rate_of(self, block: BlockSpec) -> float:
         """The block's learning rate."""
+        assert self.learning_rate is not None
         return self.group_rates[block.rate - 1] if block.rate else self.learning_rate
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections import deque
 
+from ratel_cli.engine.optimizer.block_gradient import BlockGradient
 from ratel_cli.planning.search.clipping import SpeculationCosts
 
 _NUM_STEPS = 8
@@ -53,6 +54,15 @@ class Speculation:
         """Begin a step."""
         self._square = 0.0
         self._arrived_elements = 0
+        self._unknown = deque[BlockGradient]()
+        """Gradients whose norms are not in host memory yet."""
+
+    def watch(self, gradient: BlockGradient) -> None:
+        """A block's gradient has been handed over. It is added once it has arrived in host memory."""
+        self._unknown.append(gradient)
+        while self._unknown and self._unknown[0].is_in_host_memory:
+            known = self._unknown.popleft()
+            self.add(known.squared_norm, known.block.num_elements)
 
     def add(self, square: float, num_elements: int) -> None:
         """A block's gradient has arrived: the square of its norm, and its size."""

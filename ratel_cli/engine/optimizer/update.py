@@ -1,7 +1,7 @@
 """Decides when each gradient of a step updates its block: on arrival, or after the step is decided.
 
 The step hands over one block's gradient after another, in backward order, and then asks for the decision: is the
-global norm finite, and must the gradients be clipped? There are three modes, which give the same bits:
+global norm finite, and must the gradients be clipped? There are three ways, which give the same bits:
 
     eager        without clipping: each gradient updates its block as it arrives, overlapped with the backward of the
                  blocks below (active gradient offloading, Ratel section IV-C)
@@ -21,7 +21,8 @@ The path of one block's gradient:
     5. settle    when every group has been written to the shadow, `Updates.settle` returns and the caller commits
 
 So a step ends twice: `decide` decides it, and it is settled when the last byte of its update is in the shadow, which
-may be during the next step's forward. Only then can the caller commit it.
+may be during the next step's forward. Only then can the caller commit it. Where it stands is one value
+(engine/optimizer/phases.py).
 
 Invariant: all writes go to the shadow, so that a step which turns out not to be finite is abandoned by discarding the
 shadow. In a store of one slot, where nothing can be discarded, every gradient is held.
@@ -29,19 +30,17 @@ shadow. In a store of one slot, where nothing can be discarded, every gradient i
 
 from __future__ import annotations
 
-import math
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
 
 import torch
 
 from ratel_cli.engine.measure.telemetry import Timeline
 from ratel_cli.engine.optimizer.block_gradient import BlockGradient, Norms
-from ratel_cli.engine.optimizer.gradients import NormParts, clip_coefficient, one_part, total_norm
+from ratel_cli.engine.optimizer.gradients import NormParts, clip_coefficient, first_not_finite, one_part, total_norm
 from ratel_cli.engine.optimizer.groups import BlockUpdate
+from ratel_cli.engine.optimizer.phases import Arriving, BegunStep, Decided, Phase, Settled, StepDecision
 from ratel_cli.engine.optimizer.pipeline import UpdatePipeline
 from ratel_cli.engine.optimizer.settings import UpdateNumbers
 from ratel_cli.engine.optimizer.speculation import Speculation
@@ -94,8 +93,6 @@ class Updates:
         """`parts_of`: from the norms of this rank's gradients to those of all ranks."""
         self._settings = settings
         self._parts_of = parts_of
-        self._norm_parts: NormParts = {}
-        """Norms of all ranks' gradients in the last decided step, by parameter."""
         self._placement = placement
         self._segments = segments
         self._blocks = [block for segment in segments for block in segment.blocks]
@@ -109,27 +106,12 @@ class Updates:
         self._presence: dict[int, tuple[bool, ...]] = {}
         """By block: which of its parameters had a gradient in the first step."""
         self._speculation: Speculation | None = None
+        """None if nothing can be clipped: then what is updated on arrival stands."""
         if settings.max_grad_norm is not None:
             num_elements = sum(segment.trained_elements for segment in segments)
             costs = settings.speculation or COUNTED_ALIKE
             self._speculation = Speculation(settings.max_grad_norm, costs, num_elements=num_elements)
-        self._unknown_norms: deque[BlockGradient] = deque()
-        """Gradients of the arriving step whose norms are not known in host memory yet."""
-        self._started: dict[int, BlockUpdate] = {}
-        """By block: updates of the arriving step, or of the decided step that is not settled yet."""
-        self._deferred: dict[int, BlockGradient] = {}
-        """By block: gradients of the decided step whose updates start when the block's weights are used again."""
-        self._held: list[BlockGradient] = []
-        """Gradients of the arriving step that wait for its decision."""
-        self._number, self._gradient_scale = 0, 1.0
-        self._learning_rate: float | None = None
-        self._group_rates: tuple[float, ...] = ()
-        """Learning rates of the groups in the arriving or the decided step. `_learning_rate` None: not known yet."""
-        self._is_writing = False
-        """True from the store's `begin_step` until the step is settled or discarded."""
-        self._is_decided = False
-        self.is_clipped = False
-        """True if the gradients of the last decided step were clipped."""
+        self._phase: Phase = Settled()
 
     def follow(self, settings: UpdateSettings, placement: Placement, scratch: Scratch | None) -> None:
         """Follow another plan from the next step on. No step may be arriving.
@@ -137,7 +119,7 @@ class Updates:
         Updates that have started are written first. Deferred ones stay deferred: a gradient that waits in an earlier
         `scratch` is fetched from there.
         """
-        assert not self._is_writing or self._is_decided
+        assert not isinstance(self._phase, Arriving)
         with self._timeline.stalled_on(self._pipeline.waits_for):
             self._pipeline.wait_unfinished(at_most=0)
         self._settings, self._placement, self._scratch = settings, placement, scratch
@@ -149,54 +131,50 @@ class Updates:
     @property
     def is_unsettled(self) -> bool:
         """True if a step is decided and not settled yet."""
-        return self._is_decided
+        return isinstance(self._phase, Decided)
 
     @property
     def is_written(self) -> bool:
         """True if `settle` would return at once."""
-        return not self._deferred and all(update.is_written for update in self._started.values())
+        return not isinstance(self._phase, Decided) or self._phase.is_written
 
     # For the weight reader: where a block's newest weights are.
 
     def is_in_shadow(self, block: BlockSpec) -> bool:
         """True if the block's newest weights are in the shadow: written, but not committed."""
-        update = self._started.get(block.index)
-        return self._is_decided and update is not None and update.is_written
+        update = self._decided_update(block)
+        return update is not None and update.is_written
 
     def is_updating(self, block: BlockSpec) -> bool:
         """True if the block is being updated, so that its newest weights can be read from neither generation."""
-        update = self._started.get(block.index)
-        return self._is_decided and update is not None and not update.is_written
+        update = self._decided_update(block)
+        return update is not None and not update.is_written
 
     def start_deferred(self, weights: HostWeights) -> None:
         """Start the update of the weights' block if it was deferred until this use."""
-        gradient = self._deferred.pop(weights.block.index, None)
-        if gradient is not None:
-            self._start(gradient, weights.share())
+        decided = self._phase
+        if isinstance(decided, Decided) and weights.block.index in decided.held:
+            self._start(decided, decided.held.pop(weights.block.index), weights.share())
 
     def is_updated(self, block: BlockSpec) -> bool:
         """True if `wait_updated` would return at once."""
-        update = self._started.get(block.index)
-        return not self._is_decided or update is None or update.is_updated
+        update = self._decided_update(block)
+        return update is None or update.is_updated
 
     def wait_updated(self, block: BlockSpec) -> None:
         """Return when the block's update, if there is one, has changed the weights in memory."""
-        update = self._started.get(block.index)
-        if self._is_decided and update is not None:
-            self._pipeline.wait_updated(update)
+        self.waiting_for(block)()
 
     def waiting_for(self, block: BlockSpec) -> Callable[[], None]:
         """What returns, on any thread, when the block's update, if there is one now, has changed the weights in memory.
         It raises as the pipeline does."""
-        update = self._started.get(block.index)
-        if not self._is_decided or update is None:
-            return lambda: None
-        return partial(self._pipeline.wait_updated, update)
+        update = self._decided_update(block)
+        return (lambda: None) if update is None else partial(self._pipeline.wait_updated, update)
 
     def wait_written(self, block: BlockSpec) -> None:
         """Return when the block's update, if there is one, is in the shadow."""
-        update = self._started.get(block.index)
-        if self._is_decided and update is not None:
+        update = self._decided_update(block)
+        if update is not None:
             self._pipeline.wait_written(update)
 
     # For the step, in this order.
@@ -217,213 +195,185 @@ class Updates:
         Without a learning rate, all gradients are held, and `apply` or `discard` follows the decision. Others as in
         `UpdateNumbers`.
         """
-        assert not self._is_decided
-        self._number, self._gradient_scale, self._learning_rate = number, gradient_scale, learning_rate
-        self._group_rates = group_rates
-        self._norms: Norms = {}
-        self._held_bytes = self._spilled_bytes = 0
-        self._unknown_norms.clear()
+        assert isinstance(self._phase, Settled)
+        numbers = UpdateNumbers(
+            number=number, learning_rate=learning_rate, gradient_scale=gradient_scale, group_rates=group_rates
+        )
         if self._speculation is not None:
             self._speculation.begin()
-        self._mode = self._choose_mode()
-        if self._mode == "deferred":
+        updates_on_arrival = self._updates_on_arrival(learning_rate)
+        if updates_on_arrival:
+            self._store.begin_step()
+        self._phase = Arriving(numbers=numbers, writes=updates_on_arrival)
+        if not updates_on_arrival:
             self._pipeline.fill(self._trained)  # nothing is updated in this backward, so drives may be idle
-        else:
-            self._begin_writing()
+        elif come_in_order:
             arriving = (block for segment in reversed(self._segments) for block in segment.trained)
-            if come_in_order:
-                self._pipeline.expect([block for block in arriving if not self._is_deferred(block)])
+            self._pipeline.expect([block for block in arriving if not self._is_deferred(block)])
 
     def hand_over(self, gradient: BlockGradient, weights: HostWeights | None) -> None:
         """Take over a block's summed gradient: start its update on `weights`, or hold it. None: those in the store.
 
         Raises BadInput if other parameters of the block have a gradient than in the first step.
         """
+        arriving = self._arriving
         try:
-            self._norms |= gradient.norms
+            arriving.norms |= gradient.norms
             self._check_presence(gradient)
-            self._watch_norm(gradient)
-            if self._mode == "deferred" or self._is_deferred(gradient.block):
-                self._hold(gradient)
-                return
+            self._watch_norm(arriving, gradient)
+            starts = arriving.writes and not self._is_deferred(gradient.block)
+            if self._speculation is not None or not starts:
+                self._hold(arriving, gradient.share() if starts else gradient)
         except BaseException:
             gradient.release()
             raise
-        if self._mode == "speculative":
-            self._held.append(gradient)
-        self._start(gradient, None if weights is None else weights.share())
+        if starts:
+            self._start(arriving, gradient, None if weights is None else weights.share())
 
     def wait_pending(self) -> None:
         """Return when updates of no more segments are unfinished than the placement allows."""
         with self._timeline.stalled_on(self._pipeline.waits_for):
             self._pipeline.wait_unfinished(at_most=self._placement.pending_updates)
 
-    def decide(self, order: Sequence[str]) -> torch.Tensor:
-        """Return the global norm (fp32 scalar), stacked by parameter in `order`. If it is not finite, abandon the
-        step."""
-        self._norm_parts = self._parts_of(self._norms)
-        norm = total_norm(self._norm_parts, order)
+    def decide(self, order: Sequence[str]) -> StepDecision:
+        """Decide the step, with the global norm stacked by parameter in `order`. If it is not finite, abandon it."""
+        arriving, clip = self._arriving, 1.0
+        parts = self._parts_of(arriving.norms)
+        norm = total_norm(parts, order)
         if not torch.isfinite(norm):
             self.abandon()
-            return norm
-        clip = 1.0
+            return StepDecision(float(norm), arriving.norms, first_not_finite=first_not_finite(parts, order))
         if self._speculation is not None:
             assert self._settings.max_grad_norm is not None
             clip = clip_coefficient(norm, self._settings.max_grad_norm)
-            self.is_clipped = clip < 1.0
-            self._speculation.end(is_clipped=self.is_clipped)
-        if self._mode == "speculative":
-            if clip == 1.0:
-                self._pipeline.let_go(self._started.values())
-                self._held = []
-                self._is_decided = True
-                return norm
-            self._discard()
-        self._begin_writing()
-        self._clip = clip
-        self._deferred = {gradient.block.index: gradient for gradient in self._held}
-        self._held = []
-        self._is_decided = True
-        if self._settings.overlap == "separate" and self._learning_rate is not None:
-            self._write_separately()
-        return norm
+            self._speculation.end(is_clipped=clip < 1.0)
+        if clip < 1.0:
+            self._discard(arriving)
+        if not arriving.writes:
+            self._store.begin_step()
+        for block in arriving.started:
+            if block in arriving.held:
+                arriving.held.pop(block).release()
+        numbers = replace(arriving.numbers, gradient_scale=arriving.numbers.gradient_scale * clip)
+        self._phase = Decided(numbers=numbers, writes=True, held=arriving.held, started=arriving.started)
+        self._write_if_separate(self._phase)
+        return StepDecision(float(norm), arriving.norms, is_clipped=clip < 1.0)
 
     @property
     def waits_for_rate(self) -> bool:
         """Whether a step is decided that has still to be applied or discarded."""
-        return self._is_decided and self._learning_rate is None
+        return isinstance(self._phase, Decided) and self._phase.waits_for_rate
 
     def apply(self, learning_rate: float) -> None:
         """Let the decided step, which began without a learning rate, be updated with this one."""
-        assert self.waits_for_rate
-        self._learning_rate = learning_rate
-        if self._settings.overlap == "separate":
-            self._write_separately()
+        decided = self._phase
+        assert isinstance(decided, Decided) and decided.waits_for_rate
+        decided.numbers = replace(decided.numbers, learning_rate=learning_rate)
+        self._write_if_separate(decided)
 
     def discard(self) -> None:
         """Forget the decided step, which was not applied."""
         assert self.waits_for_rate
-        self._is_decided = False
-        self._held, self._deferred = list(self._deferred.values()), {}
-        self.abandon()
+        self._forget()
 
     @property
     def gradient_scale(self) -> float:
-        """What the gradients of the step are multiplied with."""
-        return self._gradient_scale
-
-    @property
-    def norms(self) -> Norms:
-        """Norms of the gradients that have come in the last step, by parameter."""
-        return self._norms
-
-    def first_not_finite(self, order: Sequence[str]) -> str | None:
-        """Name of the first parameter in `order` whose gradient in the last step is not finite; None if all are."""
-        return next((name for name in order if not all(map(math.isfinite, self._norm_parts.get(name, ())))), None)
+        """What the gradients of the arriving step are multiplied with."""
+        return self._arriving.numbers.gradient_scale
 
     def settle(self) -> None:
-        """Return when all updates of the decided step are in the shadow. The caller then commits it."""
-        with self._timeline.stalled_on(self._pipeline.waits_for):
-            self._write_all()
-        self._started.clear()
-        self._is_decided = self._is_writing = False
+        """Return when all updates of the decided step are in the shadow. The caller then commits it. Idempotent."""
+        if isinstance(self._phase, Decided):
+            self._write_all(self._phase)
+            self._phase = Settled()
 
     def abandon(self) -> None:
         """Abandon the arriving step: the current generation stays. A decided step is not affected. Idempotent."""
-        if self._is_decided:
-            return
-        self._discard()
-        self._resident.forget()  # the step may be run again: trust nothing in memory
-        for gradient in self._held:
-            gradient.release()
-        self._held = []
+        if not isinstance(self._phase, Decided):
+            self._forget()
 
     def close(self) -> None:
         """Give all memory back; a step that is not settled is lost. Idempotent."""
-        self._held.extend(self._deferred.values())
-        self._deferred = {}
-        if self._store.overwrites and self._started:
-            self._pipeline.cancel(frozenset(self._started))  # what was written in place cannot be discarded
-            self._is_writing = False
-        self._is_decided = False
-        self.abandon()
+        phase = self._phase
+        if self._store.overwrites and isinstance(phase, Decided) and phase.started:
+            self._pipeline.cancel(frozenset(phase.started))  # what was written in place cannot be discarded
+            phase.writes = False
+        self._forget()
 
-    def _choose_mode(self) -> Literal["eager", "deferred", "speculative"]:
-        settings, overwrites = self._settings, self._store.overwrites
-        if self._learning_rate is None or settings.holds_all or settings.overlap == "separate" or overwrites:
-            return "deferred"
-        if settings.max_grad_norm is None:
-            return "eager"
-        assert self._speculation is not None
+    @property
+    def _arriving(self) -> Arriving:
+        assert isinstance(self._phase, Arriving), "no step has begun, or all its gradients have come"
+        return self._phase
+
+    def _decided_update(self, block: BlockSpec) -> BlockUpdate | None:
+        """The block's update by the decided step, if it has started."""
+        return self._phase.started.get(block.index) if isinstance(self._phase, Decided) else None
+
+    def _updates_on_arrival(self, learning_rate: float | None) -> bool:
+        """Whether blocks of the next step are updated as their gradients come: eager, or speculative if some steps may
+        be clipped."""
+        settings = self._settings
+        if learning_rate is None or settings.holds_all or settings.overlap == "separate" or self._store.overwrites:
+            return False
         is_possible = settings.speculation is not None and settings.held_in_memory_bytes is None
-        return "speculative" if is_possible and self._speculation.is_worthwhile else "deferred"
+        return self._speculation is None or (is_possible and self._speculation.is_worthwhile)
 
-    def _watch_norm(self, gradient: BlockGradient) -> None:
+    def _is_deferred(self, block: BlockSpec) -> bool:
+        return self._speculation is None and block.segment in self._placement.deferred
+
+    def _watch_norm(self, arriving: Arriving, gradient: BlockGradient) -> None:
         """Follow the norm of the gradients that have arrived, and stop speculating when clipping is certain.
 
         When that is depends on when downloads end. The bits of the step do not; how much is written for nothing does.
         """
         if self._speculation is None:
             return
-        self._unknown_norms.append(gradient)
-        while self._unknown_norms and self._unknown_norms[0].is_in_host_memory:
-            known = self._unknown_norms.popleft()
-            self._speculation.add(known.squared_norm, known.block.num_elements)
-        if self._mode == "speculative" and self._speculation.is_clipping_certain:
-            self._discard()
-            self._mode = "deferred"
+        self._speculation.watch(gradient)
+        if arriving.writes and self._speculation.is_clipping_certain:
+            self._discard(arriving)
             self._pipeline.fill(self._trained)
 
     def _blocks_of(self, segments: frozenset[int]) -> frozenset[int]:
         """Indices of the blocks of these segments."""
         return frozenset(block.index for block in self._blocks if block.segment in segments)
 
-    def _is_deferred(self, block: BlockSpec) -> bool:
-        return self._mode == "eager" and block.segment in self._placement.deferred
-
-    def _begin_writing(self) -> None:
-        if not self._is_writing:
-            self._store.begin_step()
-            self._is_writing = True
-            self._clip = 1.0
-
-    def _discard(self) -> None:
-        """Discard all updates of the arriving step. Held gradients stay."""
-        if not self._is_writing:
+    def _discard(self, step: BegunStep) -> None:
+        """Discard all that was written of a step. Its held gradients stay."""
+        if not step.writes:
             return
-        updated = frozenset(self._started)
+        updated = frozenset(step.started)
         self._pipeline.cancel(updated)
         self._resident.forget(updated)
-        self._started.clear()
-        self._is_writing = False
+        step.started.clear()
+        step.writes = False
         self._store.discard()
 
-    def _start(self, gradient: BlockGradient, weights: HostWeights | None) -> None:
-        assert self._learning_rate is not None, "the step was not applied"
-        update = BlockUpdate(
-            gradient=gradient,
-            weights=weights,
-            numbers=UpdateNumbers(
-                number=self._number,
-                learning_rate=self._learning_rate,
-                group_rates=self._group_rates,
-                gradient_scale=self._gradient_scale * self._clip,
-            ),
-            holds_gradient=self._mode == "speculative" and not self._is_decided,
-        )
-        self._started[gradient.block.index] = update
+    def _forget(self) -> None:
+        """Forget the step that has begun, if there is one."""
+        phase = self._phase
+        if isinstance(phase, BegunStep):
+            self._discard(phase)
+            for gradient in phase.held.values():
+                gradient.release()
+        self._resident.forget()  # the step may be run again: trust nothing in memory
+        self._phase = Settled()
+
+    def _start(self, step: BegunStep, gradient: BlockGradient, weights: HostWeights | None) -> None:
+        assert step.numbers.learning_rate is not None, "the step was not applied"
+        update = BlockUpdate(gradient=gradient, weights=weights, numbers=step.numbers)
+        step.started[gradient.block.index] = update
         self._pipeline.submit(update)
 
-    def _write_separately(self) -> None:
-        with self._timeline.stalled_on(self._pipeline.waits_for):
-            self._write_all()
+    def _write_if_separate(self, decided: Decided) -> None:
+        if self._settings.overlap == "separate" and not decided.waits_for_rate:
+            self._write_all(decided)
 
-    def _write_all(self) -> None:
-        for block in self._trained:
-            gradient = self._deferred.pop(block.index, None)
-            if gradient is not None:
-                self._start(gradient, self._resident.get(block))
-        self._pipeline.wait_unfinished(at_most=0)
+    def _write_all(self, decided: Decided) -> None:
+        with self._timeline.stalled_on(self._pipeline.waits_for):
+            for block in self._trained:
+                if block.index in decided.held:
+                    self._start(decided, decided.held.pop(block.index), self._resident.get(block))
+            self._pipeline.wait_unfinished(at_most=0)
 
     def _check_presence(self, gradient: BlockGradient) -> None:
         """Updates are counted for all parameters together, so each needs a gradient in every step or in none."""
@@ -435,14 +385,14 @@ class Updates:
                     "the number of its updates would then differ from that of plain PyTorch"
                 )
 
-    def _hold(self, gradient: BlockGradient) -> None:
-        self._held.append(gradient)
+    def _hold(self, arriving: Arriving, gradient: BlockGradient) -> None:
+        arriving.held[gradient.block.index] = gradient
         limit = self._settings.held_in_memory_bytes
-        fits = limit is None or self._held_bytes + gradient.num_bytes <= limit
-        if fits and not self._spilled_bytes:
-            self._held_bytes += gradient.num_bytes
+        fits = limit is None or arriving.held_bytes + gradient.num_bytes <= limit
+        if fits and not arriving.spilled_bytes:
+            arriving.held_bytes += gradient.num_bytes
             return
         assert self._scratch is not None, "a limit on held gradients needs a scratch file"
         with self._timeline.stalled_on("nvme write"):
-            gradient.spill(self._scratch, self._spilled_bytes)
-        self._spilled_bytes += gradient.num_bytes
+            gradient.spill(self._scratch, arriving.spilled_bytes)
+        arriving.spilled_bytes += gradient.num_bytes

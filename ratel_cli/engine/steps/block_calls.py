@@ -5,8 +5,7 @@ Invariant: a look tells of every change that torch counts, and with values of ev
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -39,18 +38,6 @@ class Computed(NamedTuple):
     outputs: Sequence[torch.Tensor]
     """Outputs that have a gradient."""
     gradients: Sequence[torch.Tensor]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EndedStep:
-    """What a step did."""
-
-    grad_norm: float
-    """Global 2-norm of all gradients, before clipping. Not finite: the step was not applied."""
-    first_not_finite: str | None
-    """The first parameter whose gradient is not finite."""
-    norms: Mapping[str, float | torch.Tensor]
-    """Norm of the gradient of each parameter that has one."""
 
 
 class BlockCall:

@@ -19,7 +19,6 @@ bound; a block that gets all its gradients from one call has them as autograd ma
 
 from __future__ import annotations
 
-import math
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,10 +32,11 @@ from ratel_cli.engine.cache.backward_task import running_backward
 from ratel_cli.engine.device.device import Device
 from ratel_cli.engine.measure.telemetry import SpanLabel, Timeline
 from ratel_cli.engine.optimizer.gradients import taken_gradient
+from ratel_cli.engine.optimizer.phases import StepDecision
 from ratel_cli.engine.optimizer.segment_sum import SegmentSum, adding_to
 from ratel_cli.engine.reading.host_weights import HostWeights
 from ratel_cli.engine.reading.program import BoundModel
-from ratel_cli.engine.steps.block_calls import BlockCall, Computed, EndedStep, Look, StepRule, first_changed, look_at
+from ratel_cli.engine.steps.block_calls import BlockCall, Computed, Look, StepRule, first_changed, look_at
 from ratel_cli.engine.steps.following import Following
 from ratel_cli.engine.steps.read_ahead import ReadAhead
 from ratel_cli.engine.steps.weights import SegmentWeights
@@ -61,7 +61,7 @@ class HorizontalEngine(Closing):
         commit: Callable[[], None],
         begins: Callable[[bool], None],
         waits: Callable[[], None],
-        ended: Callable[[EndedStep], None],
+        ended: Callable[[StepDecision], None],
     ) -> None:
         """`num_updates`: those that were applied. `commit`: commit the last step, which is settled. `begins`: called
         when a backward begins, with whether it is the first one of its step. `waits`: called when it is over, and its
@@ -244,13 +244,10 @@ class HorizontalEngine(Closing):
                 for host in hosts:
                     if host is not None:
                         host.release()
-            norm = float(self._updates.decide(self._parameter_names))
-            norms, not_finite = self._updates.norms, None
-            if not math.isfinite(norm):
-                not_finite = self._updates.first_not_finite(self._parameter_names)
+            decision = self._updates.decide(self._parameter_names)
         self._begin_anew()
         self._bind_outside()
-        self._ended(EndedStep(grad_norm=norm, first_not_finite=not_finite, norms=norms))
+        self._ended(decision)
 
     def drop_failed(self) -> None:
         """Drop the gradients of a step in whose backward the caller's code has failed, if it has."""

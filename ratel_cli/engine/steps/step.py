@@ -42,6 +42,7 @@ from ratel_cli.engine.optimizer.gradients import gradient_of_input
 from ratel_cli.engine.optimizer.host_sums import SumThread
 from ratel_cli.engine.optimizer.lookup_sum import LookupSum
 from ratel_cli.engine.optimizer.partial_sums import PartialSums
+from ratel_cli.engine.optimizer.phases import StepDecision
 from ratel_cli.engine.optimizer.segment_sum import SegmentSum, adding_to
 from ratel_cli.engine.ranks.ranks import Ranks
 from ratel_cli.engine.reading.embedding_rows import EmbeddingRows
@@ -234,15 +235,15 @@ class StepEngine(Closing, Generic[AnyBatch]):
         self._updates.wait_pending()  # of what was exchanged last
         of_ranks = self._ranks.gathered([float(loss), *state.figures.sums()])
         loss_total = sum(of_rank for of_rank, *_ in of_ranks)
-        norm, not_finite = self._decide(loss_total)
+        decision = self._decide(loss_total)
         return StepOutcome(
             loss=loss_total / state.mean.num_targets,
-            grad_norm=norm,
+            grad_norm=decision.norm,
             forward_seconds=forward_end() - forward_start(),
             swapped_bytes=swapped_bytes,
-            applied=math.isfinite(norm),
-            clipped=math.isfinite(norm) and self._updates.is_clipped,
-            first_not_finite=not_finite,
+            applied=math.isfinite(decision.norm),
+            clipped=decision.is_clipped,
+            first_not_finite=decision.first_not_finite,
             figures=mean_figures([figures for _, *figures in of_ranks]),
         )
 
@@ -502,14 +503,12 @@ class StepEngine(Closing, Generic[AnyBatch]):
                     del embedded, roots, shared_roots, parts
             self._hand_over(total, weights)
 
-    def _decide(self, loss_total: float) -> tuple[float, str | None]:
-        """Phase 6. Returns the global norm and what is not finite; if that is anything, the step is abandoned."""
+    def _decide(self, loss_total: float) -> StepDecision:
+        """Phase 6. If anything is not finite, the step is abandoned."""
         if not math.isfinite(loss_total):
             self._updates.abandon()
-            return math.nan, "the loss"
-        norm = float(self._updates.decide(self._program.parameter_names))
-        is_finite = math.isfinite(norm)
-        return norm, None if is_finite else self._updates.first_not_finite(self._program.parameter_names)
+            return StepDecision(math.nan, {}, first_not_finite="the loss")
+        return self._updates.decide(self._program.parameter_names)
 
     def _hand_over(self, total: SegmentSum, weights: SegmentWeights) -> None:
         """Hand a segment's gradients over to the update, and give it up; wait if too many updates are pending."""
