@@ -13,9 +13,8 @@ import torch
 from ratel_cli.engine.device.device import DeviceBuffer, Download, HostDevice, Transfer, Upload
 from ratel_cli.engine.measure.telemetry import SpanLabel, Timeline
 from ratel_cli.engine.optimizer.gradient_sums import gradient_sum
-from ratel_cli.engine.optimizer.gradients import GradientSum
+from ratel_cli.engine.optimizer.gradients import GpuGradientSum
 from ratel_cli.engine.optimizer.host_sums import HostSums, SumThread
-from ratel_cli.engine.optimizer.leaving import DeviceLeaving
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.model.files.skeleton import NAMES_OF_DTYPES
 from ratel_cli.schedule.blocks import BlockSpec, lay_out_block
@@ -130,7 +129,7 @@ def summed(
         total = gradient_sum(block, pool, device, single=False, scale=0.5)
         if in_host:
             sums = HostSums(block, pool, device, thread, leaving_bytes=0)
-            total = GradientSum(sums, DeviceLeaving(block, pool, device, scale=0.5))
+            total = GpuGradientSum(block, sums, pool, device, scale=0.5)
         with total:
             for number, part in enumerate(parts):
                 is_last = number == len(parts) - 1
@@ -200,7 +199,7 @@ def test_what_is_on_the_device_has_a_limit(block: BlockSpec, order: Sequence[int
     device = Apart()
     with BufferPool(None) as pool, SumThread(Timeline()) as thread:
         sums = HostSums(block, pool, device, thread, leaving_bytes=0)
-        with GradientSum(sums, DeviceLeaving(block, pool, device, scale=1.0)) as total:
+        with GpuGradientSum(block, sums, pool, device, scale=1.0) as total:
             for index in (0, 2, 3, 1):
                 total.add_one(index, torch.ones(SHAPES[index][1]))
             total.expect_last()

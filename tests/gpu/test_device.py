@@ -13,7 +13,7 @@ import torch
 from ratel_cli.engine.device import gpu
 from ratel_cli.engine.device.gpu import GpuDevice
 from ratel_cli.engine.measure.telemetry import SpanLabel, Timeline
-from ratel_cli.engine.optimizer.leaving import _norm_on_gpu
+from ratel_cli.engine.optimizer.gradients import _norm_on_gpu
 from ratel_cli.errors import BadInput, DoesNotFit
 from ratel_cli.io.buffers import BufferPool, address_of
 from ratel_cli.io.pinning import GpuPinning, _unregister

@@ -6,7 +6,7 @@ Invariant: contributions are added in fp32 (one alone stays as it is), in the or
 
 from __future__ import annotations
 
-from typing import Protocol
+from abc import abstractmethod
 
 import torch
 
@@ -16,9 +16,10 @@ from ratel_cli.io.views import view
 from ratel_cli.schedule.blocks import BlockSpec
 
 
-class Accumulator(Protocol):
+class Accumulator(Closing):
     """The sums of one block's gradients, by the number of the parameter."""
 
+    @abstractmethod
     def add(self, index: int, gradient: torch.Tensor) -> None:
         """Add a contribution, in the parameter's shape, on the compute device."""
 
@@ -28,53 +29,51 @@ class Accumulator(Protocol):
     def expect_last(self) -> None:
         """The last micro-batch comes: what is elsewhere begins to return to the compute device."""
 
+    @abstractmethod
     def __contains__(self, index: int) -> bool:
         """Whether the parameter at `index` has a sum."""
 
+    @abstractmethod
     def take(self, index: int) -> torch.Tensor | None:
-        """Remove the sum so far, flat `[elements]`. None if there is none."""
+        """End the sum of the parameter at `index`. Returns it, flat `[elements]`; None if there is none."""
 
     def reuse(self) -> None:
         """What `take` gave is gone: its memory is free."""
 
-    def close(self) -> None:
-        """Give the memory back. Idempotent."""
 
+class DeviceSums(Accumulator):
+    """On the compute device: each parameter takes memory of its own from its first contribution on, or has its place in
+    one buffer."""
 
-class DeviceSums(Closing):
-    """On the compute device, where each parameter takes memory from its first contribution on."""
-
-    def __init__(self, *, dtype: torch.dtype, single: bool) -> None:
-        """`single`: each parameter gets one contribution, in `dtype`, and needs no fp32 sum."""
+    def __init__(self, block: BlockSpec, *, dtype: torch.dtype, single: bool, lease: Lease | None = None) -> None:
+        """`single`: each parameter gets one contribution, in `dtype`, and needs no fp32 sum. `lease`: where the CPU
+        computes, a buffer of as many elements as the block has, of `dtype` or, without `single`, of fp32, which may be
+        that of the result."""
+        self._block = block
+        self._lease = lease
         self._dtype = dtype if single else torch.float32
         self._single = single
         self._sums: dict[int, torch.Tensor] = {}
 
     def add(self, index: int, gradient: torch.Tensor) -> None:
-        """Each parameter has a tensor of its own."""
+        """The first contribution is the sum: itself if it is the only one, or a copy."""
         values = self._sums.get(index)
         if values is not None:
             assert not self._single, "a parameter got two gradients from a single micro-batch"
             values.add_(gradient.reshape(values.shape))
-        else:
+        elif self._lease is None:
             self._sums[index] = gradient.to(self._dtype, copy=not self._single).reshape(-1)
-
-    def end_contribution(self) -> None:
-        """The next one is added at once."""
-
-    def expect_last(self) -> None:
-        """All are there."""
+        else:
+            place = self._block.parameters[index]
+            values = view(self._lease.memory, self._dtype)[place.start : place.stop]
+            self._sums[index] = values.copy_(gradient.reshape(values.shape))
 
     def __contains__(self, index: int) -> bool:
-        """See `Accumulator`; so with all others."""
         return index in self._sums
 
     def take(self, index: int) -> torch.Tensor | None:
         """It is on the device."""
         return self._sums.pop(index, None)
-
-    def reuse(self) -> None:
-        """Nothing waits for its memory."""
 
     def put(self, index: int, values: torch.Tensor) -> None:
         """Bring back what `take` removed."""
@@ -115,32 +114,8 @@ class DeviceSums(Closing):
         self._sums.clear()
 
     def close(self) -> None:
-        """They end with their last user."""
+        """Give the memory back, which ends with its last user. Idempotent."""
         self._sums.clear()
-
-
-class LeasedSums(DeviceSums):
-    """Sums on a CPU, in one buffer for the whole block, which may be that of the result."""
-
-    def __init__(self, block: BlockSpec, lease: Lease, *, dtype: torch.dtype, single: bool) -> None:
-        """`lease`: of as many elements as the block has, of `dtype` or, without `single`, of fp32."""
-        super().__init__(dtype=dtype, single=single)
-        self._block = block
-        self._lease: Lease | None = lease
-
-    def add(self, index: int, gradient: torch.Tensor) -> None:
-        """Each parameter has its place in the buffer."""
-        if index in self:
-            super().add(index, gradient)
-            return
-        assert self._lease is not None
-        parameter = self._block.parameters[index]
-        values = view(self._lease.memory, self._dtype)[parameter.start : parameter.stop]
-        self._sums[index] = values.copy_(gradient.reshape(values.shape))
-
-    def close(self) -> None:
-        """Release the buffer."""
-        super().close()
         lease, self._lease = self._lease, None
         if lease is not None:
             lease.release()

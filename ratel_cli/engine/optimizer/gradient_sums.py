@@ -8,10 +8,9 @@ from itertools import chain
 import torch
 
 from ratel_cli.engine.device.device import Device
-from ratel_cli.engine.optimizer.accumulators import DeviceSums, LeasedSums
-from ratel_cli.engine.optimizer.gradients import GradientSum
+from ratel_cli.engine.optimizer.accumulators import DeviceSums
+from ratel_cli.engine.optimizer.gradients import CpuGradientSum, GpuGradientSum, GradientSum, HostGradientSum
 from ratel_cli.engine.optimizer.host_sums import HostSums, StayingSums, SumThread
-from ratel_cli.engine.optimizer.leaving import DeviceLeaving, HostLeaving, RoundedOnHost
 from ratel_cli.engine.optimizer.lookup_sum import LookupSum
 from ratel_cli.engine.optimizer.segment_sum import SegmentSum
 from ratel_cli.engine.reading.embedding_rows import EmbeddingRows
@@ -54,11 +53,11 @@ class GradientSums:
         leaving_bytes = self._leaving_bytes_of(layer)
 
         def opened(block: BlockSpec) -> GradientSum:
-            sums = HostSums(block, self._pool, self._device, self._thread, leaving_bytes=leaving_bytes)
-            leaving = DeviceLeaving(
-                block, self._pool, self._device, scale=scale, leaving_bytes=leaving_bytes, dtype=self._dtype
+            pool, device = self._pool, self._device
+            sums = HostSums(block, pool, device, self._thread, leaving_bytes=leaving_bytes)
+            return GpuGradientSum(
+                block, sums, pool, device, scale=scale, leaving_bytes=leaving_bytes, dtype=self._dtype
             )
-            return GradientSum(sums, leaving)
 
         return SegmentSum.of(map(opened, layer.trained))
 
@@ -114,7 +113,7 @@ class GradientSums:
 
     def _on_host(self, block: BlockSpec, sums: StayingSums, *, scale: float) -> GradientSum:
         """A sum that host memory has from the first contribution to its rounding."""
-        return GradientSum(sums, RoundedOnHost(block, self._pool, self._device, scale=scale, dtype=self._dtype))
+        return HostGradientSum(block, sums, self._pool, self._device, scale=scale, dtype=self._dtype)
 
     def _staying(self, block: BlockSpec) -> StayingSums:
         return StayingSums(block, self._pool, self._device, self._thread)
@@ -135,15 +134,15 @@ def gradient_sum(
     dtype: torch.dtype | None = None,
 ) -> GradientSum:
     """A sum on the compute device. `single`: each parameter gets one contribution. Others as in
-    engine/optimizer/leaving.py."""
+    `GpuGradientSum`."""
     dtype = dtype or VALUE_DTYPES[block.gradient_dtype]
     if not device.is_host:
-        leaving = DeviceLeaving(block, pool, device, scale=scale, leaving_bytes=leaving_bytes, rows=rows, dtype=dtype)
-        return GradientSum(DeviceSums(dtype=dtype, single=single), leaving)
+        sums = DeviceSums(block, dtype=dtype, single=single)
+        return GpuGradientSum(
+            block, sums, pool, device, scale=scale, leaving_bytes=leaving_bytes, rows=rows, dtype=dtype
+        )
     sum_dtype = dtype if single else torch.float32
     lease = pool.lease(block.num_elements * sum_dtype.itemsize, f"gradient of {block.name}")
     result = lease.share() if sum_dtype == dtype else None
-    return GradientSum(
-        LeasedSums(block, lease, dtype=dtype, single=single),
-        HostLeaving(block, pool, device, scale=scale, lease=result, dtype=dtype),
-    )
+    sums = DeviceSums(block, dtype=dtype, single=single, lease=lease)
+    return CpuGradientSum(block, sums, pool, device, scale=scale, lease=result, dtype=dtype)

@@ -28,6 +28,7 @@ import torch
 from ratel_cli.closing import Closing
 from ratel_cli.engine.device.device import Device, Download, Upload
 from ratel_cli.engine.measure.telemetry import SpanLabel, Timeline
+from ratel_cli.engine.optimizer.accumulators import Accumulator
 from ratel_cli.io.buffers import BufferPool, Lease
 from ratel_cli.io.views import view
 from ratel_cli.planning.profile.gpu_gradients import summed_elements
@@ -78,8 +79,8 @@ class SumThread(Closing):
         self._thread.shutdown(wait=True)
 
 
-class HostSums(Closing):
-    """An accumulator for one block (engine/optimizer/accumulators.py). All methods are for the compute thread."""
+class HostSums(Accumulator):
+    """In host memory. All methods are for the compute thread."""
 
     def __init__(
         self, block: BlockSpec, pool: BufferPool, device: Device, thread: SumThread, *, leaving_bytes: int
@@ -137,9 +138,6 @@ class HostSums(Closing):
         """The sum of the parameter at `index`, fp32 and flat `[elements]`, in host memory, once all is added."""
         self._thread.wait(self._additions[index])
         return self._sum(index)
-
-    def end_contribution(self) -> None:
-        """Downloads limit themselves."""
 
     def expect_last(self) -> None:
         """Every micro-batch but the last is added: start the first uploads."""
@@ -218,9 +216,6 @@ class StayingSums(HostSums):
         """Wait for its downloads."""
         self._device.free_downloads()
 
-    def expect_last(self) -> None:
-        """No-op: the last contribution is added like the others."""
-
     def take(self, index: int) -> torch.Tensor | None:
         """It is in host memory."""
         if index not in self:
@@ -228,9 +223,6 @@ class StayingSums(HostSums):
         values = self.values(index)
         del self._additions[index]
         return values
-
-    def reuse(self) -> None:
-        """The next ones are where they will be rounded."""
 
     def here(self, gradient: torch.Tensor) -> torch.Tensor:
         """See `DeviceSums`. It has left the device when the next one is made."""

@@ -4,10 +4,13 @@
     Arriving    gradients come, one block after another. A block is updated as its gradient comes, or that is held
     Decided     the step counts. Updates that have not begun wait until their blocks are used again
 
-                    begin               decide              settle
-        Settled ───────────► Arriving ───────────► Decided ─────────► Settled
-                                │ abandon             │ discard
-                                └──► Settled          └──► Settled
+It goes from one to the other by the calls of `Updates`:
+
+    begin       Settled   to Arriving
+    decide      Arriving  to Decided, or if the norm is not finite to Settled
+    abandon     Arriving  to Settled
+    settle      Decided   to Settled
+    discard     Decided   to Settled, before there is a learning rate
 
 Invariant: a block's gradient is held, or its update has begun; both, only until the step is decided.
 """

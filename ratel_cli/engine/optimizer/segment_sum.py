@@ -10,7 +10,7 @@ from typing import Self
 import torch
 
 from ratel_cli.closing import Closing
-from ratel_cli.engine.optimizer.gradients import GradientSum, taken_gradient
+from ratel_cli.engine.optimizer.gradients import GradientSum
 
 
 class SegmentSum(Closing):
@@ -19,7 +19,7 @@ class SegmentSum(Closing):
     def __init__(self, blocks: Sequence[GradientSum]) -> None:
         """`blocks`: the sum of each trained block, in the order of the segment."""
         self.blocks = tuple(blocks)
-        self._places = [(each, index) for each in blocks for index in range(each.num_parameters)]
+        self.places = [(each, index) for each in blocks for index in range(each.num_parameters)]
         """For each of their parameters: its block's sum, and its number there."""
 
     @classmethod
@@ -40,7 +40,7 @@ class SegmentSum(Closing):
 
     def add_one(self, index: int, gradient: torch.Tensor, *, is_last: bool = False) -> None:
         """Add a contribution to the parameter at `index`; see `GradientSum.add_one`."""
-        total, number = self._places[index]
+        total, number = self.places[index]
         total.add_one(number, gradient, is_last=is_last)
 
     def expect_last(self) -> None:
@@ -60,12 +60,9 @@ def adding_to(parameters: Sequence[torch.nn.Parameter], total: SegmentSum, *, is
 
     So no more than one parameter's gradient is waiting. With `is_last`, each leaves at once.
     """
-
-    def add(index: int, parameter: torch.Tensor) -> None:
-        total.add_one(index, taken_gradient(parameter), is_last=is_last)
-
     hooks = [
-        parameter.register_post_accumulate_grad_hook(partial(add, index)) for index, parameter in enumerate(parameters)
+        parameter.register_post_accumulate_grad_hook(partial(each.add_made, index, is_last=is_last))
+        for parameter, (each, index) in zip(parameters, total.places, strict=True)
     ]
     try:
         yield

@@ -64,7 +64,7 @@ class GradientExchange(Closing):
         self._turns = Turns("exchange")
         self._coming: deque[_Exchange] = deque()
 
-    def hand_over(self, gradient: BlockGradient, weights: HostWeights | None) -> None:
+    def pass_on(self, gradient: BlockGradient, weights: HostWeights | None) -> None:
         """Exchange a block's gradient, and hand over what is done of those before. `weights`: what this rank updates.
 
         Raises as `Updates.hand_over` and `Channel.swap`.
@@ -77,11 +77,11 @@ class GradientExchange(Closing):
         ticket = self._turns.submit(lambda: found.append(self._exchanged(gradient, scale)))
         shared = None if weights is None else weights.share()
         self._coming.append(_Exchange(gradient=gradient, weights=shared, ticket=ticket, found=found))
-        self._pass_on(at_most=EXCHANGED_BEHIND)
+        self._hand_over(at_most=EXCHANGED_BEHIND)
 
     def finish(self) -> None:
-        """Hand over all that was exchanged. Raises as `hand_over`."""
-        self._pass_on(at_most=0)
+        """Hand over all that was exchanged. Raises as `pass_on`."""
+        self._hand_over(at_most=0)
 
     def drop(self) -> None:
         """Forget what has not been handed over, after its exchange."""
@@ -95,7 +95,7 @@ class GradientExchange(Closing):
         self.drop()
         self._turns.close()
 
-    def _pass_on(self, *, at_most: int) -> None:
+    def _hand_over(self, *, at_most: int) -> None:
         while self._coming and (len(self._coming) > at_most or self._coming[0].ticket.done):
             coming = self._coming.popleft()
             try:

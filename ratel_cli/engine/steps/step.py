@@ -514,7 +514,7 @@ class StepEngine(Closing, Generic[AnyBatch]):
         """Hand a segment's gradients over to the update, and give it up; wait if too many updates are pending."""
         weights.unbind()
         for block_sum, host in zip(total.blocks, weights.hosts, strict=True):
-            self._exchange.hand_over(block_sum.finish(), host)
+            self._exchange.pass_on(block_sum.finish(), host)
         weights.close()
         self._updates.wait_pending()
 
