@@ -134,7 +134,7 @@ def summed(
             for number, part in enumerate(parts):
                 is_last = number == len(parts) - 1
                 if is_last:
-                    total.expect_last()
+                    total.sums.expect_last()
                 for index in order:
                     contribution = part[index]
                     if contribution is not None:
@@ -202,7 +202,7 @@ def test_what_is_on_the_device_has_a_limit(block: BlockSpec, order: Sequence[int
         with GpuGradientSum(block, sums, pool, device, scale=1.0) as total:
             for index in (0, 2, 3, 1):
                 total.add_one(index, torch.ones(SHAPES[index][1]))
-            total.expect_last()
+            sums.expect_last()
             assert [len(values) for values in device.uploaded] == [SIZES[0]]
             for index in order:
                 assert index in sums

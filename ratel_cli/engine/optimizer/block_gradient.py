@@ -104,9 +104,7 @@ class BlockGradient:
     def flat(self) -> torch.Tensor:
         """The gradients of all parameters as they are held, flat `[elements of the block]` or, if only rows came,
         `[elements of the packed block]`; undefined for parameters that have none."""
-        assert self._lease is not None, "the gradient is in the scratch file"
-        assert self._download is None, "the download has not ended"
-        return view(self._lease.memory, self.dtype)
+        return view(self.memory, self.dtype)
 
     @property
     def memory(self) -> memoryview:

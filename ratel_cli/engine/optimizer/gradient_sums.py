@@ -104,11 +104,7 @@ class GradientSums:
     ) -> SegmentSum:
         held = segment if rows is None else Segment((rows.packed, *segment.blocks[1:]))
         leaving_bytes = self._leaving_bytes_of(held)
-
-        def opened(block: BlockSpec) -> GradientSum:
-            own = rows if rows is not None and rows.block is block else None
-            return self._open(block, single=single, scale=scale, leaving_bytes=leaving_bytes, rows=own)
-
+        opened = partial(self._open, single=single, scale=scale, leaving_bytes=leaving_bytes, rows=rows)
         return SegmentSum.of(map(opened, segment.trained))
 
     def _on_host(self, block: BlockSpec, sums: StayingSums, *, scale: float) -> GradientSum:
@@ -133,13 +129,13 @@ def gradient_sum(
     rows: EmbeddingRows | None = None,
     dtype: torch.dtype | None = None,
 ) -> GradientSum:
-    """A sum on the compute device. `single`: each parameter gets one contribution. Others as in
-    `GpuGradientSum`."""
+    """A sum on the compute device. `single`: each parameter gets one contribution. `rows`: what contributions have of
+    the embedding's matrix, if that is this block's. Others as in `GpuGradientSum`."""
     dtype = dtype or VALUE_DTYPES[block.gradient_dtype]
     if not device.is_host:
-        sums = DeviceSums(block, dtype=dtype, single=single)
+        sums, own = DeviceSums(block, dtype=dtype, single=single), rows if rows and rows.block is block else None
         return GpuGradientSum(
-            block, sums, pool, device, scale=scale, leaving_bytes=leaving_bytes, rows=rows, dtype=dtype
+            block, sums, pool, device, scale=scale, leaving_bytes=leaving_bytes, rows=own, dtype=dtype
         )
     sum_dtype = dtype if single else torch.float32
     lease = pool.lease(block.num_elements * sum_dtype.itemsize, f"gradient of {block.name}")

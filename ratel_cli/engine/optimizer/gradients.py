@@ -106,10 +106,6 @@ class GradientSum(Closing):
         else:
             self.sums.add(index, gradient)
 
-    def expect_last(self) -> None:
-        """The last micro-batch comes."""
-        self.sums.expect_last()
-
     def finish(self) -> BlockGradient:
         """The gradient, once all contributions have been added."""
         for index, has_left in enumerate(self._has_left):
@@ -141,10 +137,9 @@ class GradientSum(Closing):
     def _send(self, index: int, rounded: torch.Tensor) -> None:
         """Start to bring to host memory what `_round` has returned."""
         self._has_left[index] = True
-        self.sums.reuse()
-        self._download_to(self._memory(self._block.parameters[index]), rounded)
+        self._download_from(index, rounded)
 
-    def _download_to(self, memory: memoryview, rounded: torch.Tensor) -> None:
+    def _download_from(self, index: int, rounded: torch.Tensor) -> None:
         """No-op where it is in host memory."""
 
     def _result(self, lease: Lease) -> BlockGradient:
@@ -233,8 +228,10 @@ class GpuGradientSum(GradientSum):
         self._rows = rows
         self._download: Download | None = None
 
-    def _download_to(self, memory: memoryview, rounded: torch.Tensor) -> None:
-        memory = memory[: rounded.nbytes]  # of a matrix, a step has no more rows than the packed block, often fewer
+    def _download_from(self, index: int, rounded: torch.Tensor) -> None:
+        self.sums.reuse()
+        # Of a matrix, a step has no more rows than the packed block, and often fewer.
+        memory = self._memory(self._block.parameters[index])[: rounded.nbytes]
         beside_bytes = max(0, self._leaving_bytes - len(memory))
         pieces = [(rounded.view(torch.uint8), memory)]
         self._download = self._device.download(pieces, self._label, beside_bytes=beside_bytes)
@@ -305,7 +302,7 @@ class GpuGradientSum(GradientSum):
 class HostGradientSum(GpuGradientSum):
     """Where a GPU's sums stay in host memory: they are rounded there, and go up for their norms alone."""
 
-    def _download_to(self, memory: memoryview, rounded: torch.Tensor) -> None:
+    def _download_from(self, index: int, rounded: torch.Tensor) -> None:
         """It is in host memory."""
 
     def _round(self, index: int, last: torch.Tensor | None) -> torch.Tensor:

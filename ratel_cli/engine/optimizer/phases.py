@@ -8,9 +8,8 @@ It goes from one to the other by the calls of `Updates`:
 
     begin       Settled   to Arriving
     decide      Arriving  to Decided, or if the norm is not finite to Settled
-    abandon     Arriving  to Settled
+    abandon     Arriving  to Settled, and a Decided step that has no learning rate
     settle      Decided   to Settled
-    discard     Decided   to Settled, before there is a learning rate
 
 Invariant: a block's gradient is held, or its update has begun; both, only until the step is decided.
 """

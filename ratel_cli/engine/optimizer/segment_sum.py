@@ -44,9 +44,9 @@ class SegmentSum(Closing):
         total.add_one(number, gradient, is_last=is_last)
 
     def expect_last(self) -> None:
-        """The last micro-batch comes; see `GradientSum.expect_last`."""
+        """The last micro-batch comes; see `Accumulator.expect_last`."""
         for each in self.blocks:
-            each.expect_last()
+            each.sums.expect_last()
 
     def close(self) -> None:
         """Give back the memory of what is not finished. Idempotent."""

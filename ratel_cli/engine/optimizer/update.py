@@ -192,7 +192,7 @@ class Updates:
 
         `come_in_order`: one segment after another, the last one first; then states are read before they come.
 
-        Without a learning rate, all gradients are held, and `apply` or `discard` follows the decision. Others as in
+        Without a learning rate, all gradients are held, and `apply` or `abandon` follows the decision. Others as in
         `UpdateNumbers`.
         """
         assert isinstance(self._phase, Settled)
@@ -259,22 +259,12 @@ class Updates:
         self._write_if_separate(self._phase)
         return StepDecision(float(norm), arriving.norms, is_clipped=clip < 1.0)
 
-    @property
-    def waits_for_rate(self) -> bool:
-        """Whether a step is decided that has still to be applied or discarded."""
-        return isinstance(self._phase, Decided) and self._phase.waits_for_rate
-
     def apply(self, learning_rate: float) -> None:
         """Let the decided step, which began without a learning rate, be updated with this one."""
         decided = self._phase
         assert isinstance(decided, Decided) and decided.waits_for_rate
         decided.numbers = replace(decided.numbers, learning_rate=learning_rate)
         self._write_if_separate(decided)
-
-    def discard(self) -> None:
-        """Forget the decided step, which was not applied."""
-        assert self.waits_for_rate
-        self._forget()
 
     @property
     def gradient_scale(self) -> float:
@@ -288,8 +278,9 @@ class Updates:
             self._phase = Settled()
 
     def abandon(self) -> None:
-        """Abandon the arriving step: the current generation stays. A decided step is not affected. Idempotent."""
-        if not isinstance(self._phase, Decided):
+        """Abandon the step that arrives, or waits for its learning rate: the current generation stays. Any other
+        decided step is not affected. Idempotent."""
+        if not isinstance(self._phase, Decided) or self._phase.waits_for_rate:
             self._forget()
 
     def close(self) -> None:

@@ -151,7 +151,6 @@ class StepEngine(Closing, Generic[AnyBatch]):
             partial_sums=PartialSums(self._pool, self._device),
             device=self._device.torch_device,
         )
-        assert not self._updates.waits_for_rate
         begin = partial(
             self._updates.begin,
             number=update,
@@ -250,8 +249,6 @@ class StepEngine(Closing, Generic[AnyBatch]):
     def _give_up(self) -> None:
         """Abandon the step that arrives, or is decided without a learning rate."""
         self._exchange.drop()
-        if self._updates.waits_for_rate:
-            self._updates.discard()
         self._updates.abandon()
 
     def _finish_previous(self, commit: Callable[[], None], *, only_if_written: bool = False) -> None:
