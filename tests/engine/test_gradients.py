@@ -273,7 +273,7 @@ def test_tied_sum_adds_in_the_order_of_plain_pytorch(dtype: torch.dtype, num_mic
         total = gradient_sum(with_gradients(block, torch.float32), pool, HOST, single=False)
         assert isinstance(total.sums, DeviceSums)
         tokens = torch.unique(torch.cat(ids))
-        with LookupSum(total, total.sums, tokens, device=HOST, pool=pool, is_held=is_held, most_rows=None) as rows:
+        with LookupSum(total, tokens, device=HOST, pool=pool, is_held=is_held, most_rows=None) as rows:
             for head in heads:
                 rows.add_head(head)
                 rows.end_micro_batch()

@@ -59,7 +59,6 @@ class BlockGradient:
         self.dtype_name = _DTYPE_NAMES[dtype]
         """The name of the gradient dtype."""
         self.dtype = dtype
-        self._bytes_per_element = dtype.itemsize
         self._rows = rows
         self._lease: Lease | None = lease
         self._download = download
@@ -75,7 +74,7 @@ class BlockGradient:
     def num_bytes(self) -> int:
         """Size of the values in the gradient dtype, as they are held."""
         held = self.block if self._rows is None else self._rows.packed
-        return held.num_elements * self._bytes_per_element
+        return held.num_elements * self.dtype.itemsize
 
     @property
     def is_in_host_memory(self) -> bool:
@@ -95,7 +94,7 @@ class BlockGradient:
 
         They are where they came, or, if only rows came, spread out in a buffer from `pool` while this is open.
         """
-        size = self._bytes_per_element
+        size = self.dtype.itemsize
         if self._rows is None:
             return self.memory[start * size : stop * size]
         return self._spread(self._rows, start, (stop - start) * size, pool)
@@ -129,7 +128,7 @@ class BlockGradient:
             name, rows = f"gradient of {self.block.name}", self._rows
             # Only the update reads it, so it need not be pinned. But rows vary in number, and only pinned buffers serve
             # sizes that vary: theirs has the one in which they came.
-            at_most_bytes = None if rows is None else rows.largest.num_elements * self._bytes_per_element
+            at_most_bytes = None if rows is None else rows.largest.num_elements * self.dtype.itemsize
             self._lease = pool.lease(self.num_bytes, name, crosses_link=rows is not None, at_most_bytes=at_most_bytes)
             self._scratch.read_sealed(self._offset_bytes, self._lease.memory, name).wait()
 

@@ -65,7 +65,7 @@ class GradientSums:
         """Open the sum of the head's own gradients; a head with a borrowed matrix owns only small blocks."""
         if head.borrowed_lookups or self._holds_head:
             return self._on_device(head, single=False, scale=scale)
-        return SegmentSum.of(self._on_host(block, self._staying(block), scale=scale) for block in head.trained)
+        return SegmentSum.of(self._on_host(block, scale=scale) for block in head.trained)
 
     def of_embedding(
         self,
@@ -90,14 +90,12 @@ class GradientSums:
         most_rows = self._most_rows
         if most_rows is not None:
             most_rows = min(most_rows, block.parameters[0].shape[0])
-        opened = partial(LookupSum, device=self._device, pool=self._pool, most_rows=most_rows)
-        if not self._holds_head:
-            staying = self._staying(block)
-            return opened(self._on_host(block, staying, scale=scale), staying, tokens.cpu(), is_held=True)
-        leaving_bytes = self._leaving_bytes_of(Segment((block,)))
-        total = self._open(block, single=False, scale=scale, leaving_bytes=leaving_bytes)
-        assert isinstance(total.sums, DeviceSums)
-        return opened(total, total.sums, tokens, is_held=self._holds_lookup)
+        if self._holds_head:
+            leaving_bytes, is_held = self._leaving_bytes_of(Segment((block,))), self._holds_lookup
+            total: GradientSum = self._open(block, single=False, scale=scale, leaving_bytes=leaving_bytes)
+        else:
+            total, tokens, is_held = self._on_host(block, scale=scale), tokens.cpu(), True
+        return LookupSum(total, tokens, device=self._device, pool=self._pool, is_held=is_held, most_rows=most_rows)
 
     def _on_device(
         self, segment: Segment, *, single: bool, scale: float, rows: EmbeddingRows | None = None
@@ -107,12 +105,10 @@ class GradientSums:
         opened = partial(self._open, single=single, scale=scale, leaving_bytes=leaving_bytes, rows=rows)
         return SegmentSum.of(map(opened, segment.trained))
 
-    def _on_host(self, block: BlockSpec, sums: StayingSums, *, scale: float) -> GradientSum:
+    def _on_host(self, block: BlockSpec, *, scale: float) -> GradientSum:
         """A sum that host memory has from the first contribution to its rounding."""
+        sums = StayingSums(block, self._pool, self._device, self._thread)
         return HostGradientSum(block, sums, self._pool, self._device, scale=scale, dtype=self._dtype)
-
-    def _staying(self, block: BlockSpec) -> StayingSums:
-        return StayingSums(block, self._pool, self._device, self._thread)
 
     def _leaving_bytes_of(self, segment: Segment) -> int:
         return max(self._leaving_bytes, least_leaving_bytes(segment))

@@ -60,9 +60,11 @@ class GradientSum(Closing):
         *,
         scale: float,
         dtype: torch.dtype | None = None,
+        lease: Lease | None = None,
     ) -> None:
-        """`block`: as it leaves, packed if only rows of the embedding's matrix do. `sums`: closed with this.
-        The norms are those of the gradient times `scale`. `dtype`: in which it leaves; None: in the block's."""
+        """`block`: as it leaves, packed if only rows of the embedding's matrix do. `sums`: closed with this. The norms
+        are those of the gradient times `scale`. `dtype`: in which it leaves; None: in the block's. `lease`: memory for
+        the result; None: it is leased when it is needed."""
         self.sums = sums
         self._block = block
         self._pool = pool
@@ -73,7 +75,7 @@ class GradientSum(Closing):
         self._dtype = dtype or VALUE_DTYPES[block.gradient_dtype]
         self._scale = scale
         self._norms: Norms = {}
-        self._lease: Lease | None = None
+        self._lease = lease
 
     @property
     def num_parameters(self) -> int:
@@ -176,22 +178,7 @@ class GradientSum(Closing):
 
 
 class CpuGradientSum(GradientSum):
-    """Where the CPU computes: the result lies where it is rounded, or where it was summed."""
-
-    def __init__(
-        self,
-        block: BlockSpec,
-        sums: Accumulator,
-        pool: BufferPool,
-        device: Device,
-        *,
-        scale: float,
-        lease: Lease | None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        """`lease`: the buffer of the sums, if they have the dtype of the result."""
-        super().__init__(block, sums, pool, device, scale=scale, dtype=dtype)
-        self._lease = lease
+    """Where the CPU computes: the result lies where it is rounded, or where it was summed, if that has its dtype."""
 
     def _round(self, index: int, last: torch.Tensor | None) -> torch.Tensor:
         if last is not None:
@@ -276,8 +263,8 @@ class GpuGradientSum(GradientSum):
         norms_lease = self._send_norms()
         download, self._download = self._download, None
         block = self._block if self._rows is None else self._rows.block
-        present = tuple(self._has_left)
-        return BlockGradient(block, lease, self._dtype, present, self._norms, download, norms_lease, rows=self._rows)
+        known = (block, lease, self._dtype, tuple(self._has_left), self._norms)
+        return BlockGradient(*known, download, norms_lease, rows=self._rows)
 
     def _send_norms(self) -> Lease | None:
         """Have the norms come to host memory after the gradients. Returns that memory."""

@@ -218,10 +218,8 @@ class StayingSums(HostSums):
 
     def take(self, index: int) -> torch.Tensor | None:
         """It is in host memory."""
-        if index not in self:
-            return None
-        values = self.values(index)
-        del self._additions[index]
+        values = self.values(index) if index in self else None
+        self._additions.pop(index, None)
         return values
 
     def here(self, gradient: torch.Tensor) -> torch.Tensor:

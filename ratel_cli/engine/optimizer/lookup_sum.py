@@ -36,7 +36,6 @@ class LookupSum(Closing):
     def __init__(
         self,
         total: GradientSum,
-        sums: DeviceSums | StayingSums,
         rows: torch.Tensor,
         *,
         device: Device,
@@ -44,11 +43,12 @@ class LookupSum(Closing):
         is_held: bool,
         most_rows: int | None,
     ) -> None:
-        """`total` is the sum of the embedding's block, which `sums` has on `device` or in host memory; `rows` are the
+        """`total` is the sum of the embedding's block, on `device` or in host memory, where it stays; `rows` are the
         step's distinct tokens `[rows]`, there as well. `is_held`: all of it stays there; otherwise it is on the device,
         and host memory from `pool` holds it. `most_rows`: the most that any step has, as planned; None: not known."""
+        assert isinstance(total.sums, DeviceSums | StayingSums)
         self.total = total
-        self._sums = sums
+        self._sums = total.sums
         self._rows = rows
         self._most_rows = most_rows
         self._part: torch.Tensor | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import islice
 from typing import Self
 
 import torch
@@ -33,10 +34,9 @@ class SegmentSum(Closing):
 
     def add(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Add one contribution: for each of the parameters a gradient in its shape, or None."""
-        start = 0
+        left = iter(gradients)
         for each in self.blocks:
-            each.add(gradients[start : start + each.num_parameters])
-            start += each.num_parameters
+            each.add(tuple(islice(left, each.num_parameters)))
 
     def add_one(self, index: int, gradient: torch.Tensor, *, is_last: bool = False) -> None:
         """Add a contribution to the parameter at `index`; see `GradientSum.add_one`."""
