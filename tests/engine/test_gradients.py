@@ -174,6 +174,18 @@ def test_a_sum_that_is_given_up_gives_its_memory_back(block: BlockSpec, device: 
             assert pool.leased_bytes == 0
 
 
+def test_the_last_user_gives_a_gradients_memory_back(block: BlockSpec) -> None:
+    with BufferPool(None) as pool:
+        total = gradient_sum(block, pool, HOST, single=True)
+        total.add(random_gradients(1, torch.bfloat16))
+        gradient = total.finish()
+        gradient.share().release()
+        assert len(gradient.memory) == gradient.num_bytes
+        gradient.release()
+        assert pool.leased_bytes == 0
+        gradient.release()
+
+
 def test_none_stays_none(block: BlockSpec) -> None:
     with BufferPool(None) as pool:
         total = gradient_sum(with_gradients(block, torch.float32), pool, HOST, single=False)
