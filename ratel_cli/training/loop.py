@@ -323,6 +323,7 @@ class TrainingLoop:
             busy_seconds=times.busy,
             waited_seconds=times.stalled,
             predicted_seconds=settings.predicted_seconds if outcome.clipped else settings.predicted_unclipped_seconds,
+            planned_nvme_bytes=settings.planned_nvme_bytes,
             applied=outcome.applied,
             clipped=outcome.clipped,
             eval_loss=None,

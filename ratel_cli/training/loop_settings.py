@@ -45,6 +45,8 @@ class LoopSettings:
     """Seconds that the plan predicts for a step that is clipped."""
     predicted_unclipped_seconds: float
     """Seconds that it predicts for any other step."""
+    planned_nvme_bytes: int
+    """Bytes that the plan has a step read from the drives and write to them."""
     best: BestRule | None = None
     """None: no step is the best, and the run has all its steps."""
     num_copied: int = 0

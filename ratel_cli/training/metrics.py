@@ -69,6 +69,11 @@ class StepMetrics:
     """How long the compute thread stalled, by the resource that it waited for. These times do not overlap."""
     predicted_seconds: float
     """The time of a step, as the plan predicted it."""
+    planned_nvme_bytes: int = 0
+    """Bytes that the plan has the step read from the drives and write to them; 0 in lines of earlier versions.
+
+    A part of an update may move in the next step, so that only sums over steps are to be compared.
+    """
     applied: bool
     """False if the step was skipped because its gradients overflowed."""
     clipped: bool

@@ -22,7 +22,7 @@ from tests.e2e.runs import CHAT, ROWS, Config, as_json, ratel, ratel_command, wo
 METRICS = {
     "step", "loss", "learning_rate", "grad_norm", "tokens", "step_seconds", "forward_seconds", "backward_seconds",
     "tokens_per_second", "tflops_model", "tflops_hardware", "swapped_bytes", "nvme_read_bytes", "nvme_written_bytes",
-    "gpu_peak_bytes", "host_peak_bytes", "bottleneck", "predicted_seconds", "clipped",
+    "gpu_peak_bytes", "host_peak_bytes", "bottleneck", "predicted_seconds", "planned_nvme_bytes", "clipped",
 }  # fmt: skip
 OPENING = ["model", "data", "step", "compute", "memory", "NVMe", "predicted", "output", "export"]
 
@@ -103,6 +103,7 @@ def test_the_metrics_are_those_of_the_interface(chat_run: Config) -> None:
     # though a new plan follows from the first step.
     first_bytes = plan["nvme_first_read_bytes"]
     assert sum(line["nvme_read_bytes"] for line in lines) == 4 * plan["nvme_read_bytes"] + first_bytes
+    assert {line["planned_nvme_bytes"] for line in lines} == {plan["nvme_read_bytes"] + plan["nvme_written_bytes"]}
     # Step 4 is reported before its own commit, which writes a page of checksums.
     assert sum(line["nvme_written_bytes"] for line in lines) == 4 * plan["nvme_written_bytes"] - 4096
 

@@ -40,6 +40,7 @@ SETTINGS = LoopSettings(
     flops_recomputed_per_token=0.75e9,
     predicted_seconds=0.125,
     predicted_unclipped_seconds=0.0625,
+    planned_nvme_bytes=26,
 )
 
 

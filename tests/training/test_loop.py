@@ -51,9 +51,10 @@ def test_the_first_step_is_recorded_and_another_engine_takes_over_from_it() -> N
         if metrics.step == 1:
             run.loop.follow(
                 lambda: other.engine.take_over(run.engine, run.events),
-                replace(SETTINGS, num_steps=2, predicted_seconds=9.0),
+                replace(SETTINGS, num_steps=2, predicted_seconds=9.0, planned_nvme_bytes=28),
             )
-        assert metrics.predicted_seconds == (0.125 if metrics.step == 1 else 9.0)
+        foreseen = metrics.predicted_seconds, metrics.planned_nvme_bytes
+        assert foreseen == ((0.125, 26) if metrics.step == 1 else (9.0, 28))
     assert run.events == ["run 1", "report 1", "take over", "run 2", "commit 1", "settle", "commit 2", "report 2"]
     assert (run.engine.recorded, other.engine.recorded) == ([recording], [None])
     assert run.store.progress.step == 2

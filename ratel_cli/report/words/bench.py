@@ -31,7 +31,7 @@ class BenchTraining:
     predicted_seconds: float = 0.0
     """The time of a step, as Ratel predicted it before the first one; 0 for plain PyTorch, as what follows."""
     planned_bytes: int = 0
-    """What the steps under the last plan were to read and write. On most machines there is one plan."""
+    """What the steps were to read and write, each by the plan that it was under."""
     moved_bytes: int = 0
     """Bytes that these steps have read and written."""
 

@@ -182,16 +182,14 @@ class _Bench:
         traffic = json.loads((directory / PLAN_NAME).read_text(encoding="utf-8"))["traffic"]
         for folder in (self.config.output_dir, *self.config.storage.paths):
             rmtree(folder)
-        planned = [each for each in steps if each.predicted_seconds == steps[-1].predicted_seconds]
-        planned_bytes = len(planned) * (traffic["nvme_read_bytes"] + traffic["nvme_written_bytes"])
         return BenchTraining(
             step_seconds=[each.step_seconds for each in steps],
             losses=[each.loss for each in steps],
             peak_bytes=steps[-1].host_peak_bytes,
             gpu_peak_bytes=steps[-1].gpu_peak_bytes,
             predicted_seconds=steps[0].predicted_seconds,
-            planned_bytes=planned_bytes + (traffic["nvme_first_read_bytes"] if planned[0] is steps[0] else 0),
-            moved_bytes=sum(each.nvme_read_bytes + each.nvme_written_bytes for each in planned),
+            planned_bytes=sum(each.planned_nvme_bytes for each in steps) + traffic["nvme_first_read_bytes"],
+            moved_bytes=sum(sum(each.moved_bytes.values()) for each in steps),
         )
 
     def _run(self, what: str, module: str, *arguments: str) -> str | None:

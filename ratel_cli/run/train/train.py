@@ -364,6 +364,7 @@ class Training(Closing):
             flops_recomputed_per_token=plan.flops_recomputed / plan.workload.computed_tokens,
             predicted_seconds=plan.time.total,
             predicted_unclipped_seconds=plan.time.total if plan.unclipped_seconds is None else plan.unclipped_seconds,
+            planned_nvme_bytes=plan.traffic.read_bytes + plan.traffic.written_bytes,
             best=best_rule(config),
             num_copied=int(config.storage.snapshot is not None),
         )
