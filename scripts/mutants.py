@@ -289,7 +289,7 @@ MUTANTS = (
     Mutant("stores are replaced unasked", "store/create.py", "if reason is not None and not overwrite:", "if False:", "a store is replaced only if that is asked for", "store/test_store_creation.py"),
     Mutant("short transfers begin again", "io/requests.py", "self.offset += gained_bytes", "pass", "a short transfer continues where it ended", "io/test_queue_failures.py"),
     Mutant("a full drive is corruption", "io/requests.py", "if cause.errno in _NO_SPACE:", "if False:", "a full drive ends with the exit code of the environment", "io/test_queue_failures.py"),
-    Mutant("sums are not rounded", "run/ask/plain_training.py", "master.grad = master.grad.to(parameter.dtype).float()", "pass", "the plain PyTorch of `ratel bench` is the loop that a run equals", "run/test_bench.py"),
+    Mutant("sums are not rounded", "run/ask/plain_training.py", "return master.grad.to(parameter.dtype).float()", "return master.grad", "the plain PyTorch of `ratel bench` is the loop that a run equals", "run/test_bench.py"),
     Mutant("torn pages are kept", "io/requests.py", "result - result % PAGE_BYTES", "result", "requests begin on pages", "io/test_requests.py"),
     Mutant("pinned again for each width", "io/buffers.py", "region = self._take_own(size_bytes, purpose) if pin is not None else None", "region = None", "buffers for rows of any width are pinned once", "io/test_buffers.py"),
     Mutant("outgrown buffers pile up", "io/buffers.py", "                self._drop_largest(purpose)\n", "", "idle pinned buffers are bounded", "io/test_buffers.py"),

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from ratel_cli.cli.app import main
 from ratel_cli.data.samples.packing import MicroBatch
-from ratel_cli.run.ask.plain_training import PlainTraining
+from ratel_cli.run.ask.plain_training import ExactTraining, PlainTraining
 from tests.reference import Recipe, loaded_model, train_in_memory
 
 LLAMA = LlamaConfig(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, vocab_size=64)
@@ -37,7 +37,7 @@ def test_the_loop_is_that_of_the_oracle(dtype: str, is_exact: bool) -> None:
     weights = {name: each.detach().float().clone() for name, each in model.named_parameters()}
     recipe = Recipe(dtype=getattr(torch, dtype), gradient_dtype=getattr(torch, dtype), weight_decay=0.0)
     expected = train_in_memory(LLAMA, weights, steps, recipe).losses
-    training = PlainTraining(model, learning_rate=recipe.learning_rate, is_exact=is_exact)
+    training = (ExactTraining if is_exact else PlainTraining)(model, learning_rate=recipe.learning_rate)
     losses = [training.step([({"input_ids": each.input_ids}, each.targets) for each in step]) for step in steps]
     assert losses == pytest.approx(expected, rel=0 if is_exact else 1e-3)
 

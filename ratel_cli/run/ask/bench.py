@@ -194,14 +194,20 @@ class _Bench:
 
     def _run(self, what: str, module: str, *arguments: str) -> str | None:
         """What a process prints that runs the module; None if it does not get enough memory."""
-        environment = {**os.environ, "XDG_CACHE_HOME": str(self._folder / "cache")}
-        command = [sys.executable, "-m", module, *arguments]
-        ended = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+        ended = subprocess.run(
+            [sys.executable, "-m", module, *arguments],
+            capture_output=True,
+            text=True,
+            check=False,
+            env={**os.environ, "XDG_CACHE_HOME": str(self._folder / "cache")},
+        )
         if ended.returncode == -signal.SIGKILL or "OutOfMemoryError" in ended.stderr:
             return None
         if ended.returncode != 0:
-            lines = ended.stderr.strip().splitlines() or ["it printed nothing"]
-            raise EnvironmentFailure(f"{what} ended with exit code {ended.returncode}: {lines[-1]}")
+            raise EnvironmentFailure(
+                f"{what} ended with exit code {ended.returncode}: "
+                + (ended.stderr.strip().splitlines() or ["it printed nothing"])[-1]
+            )
         return ended.stdout
 
 

@@ -35,21 +35,28 @@ Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 
 
 class PlainTraining:
-    """A model on its device, with fp32 master weights where it is not in fp32 itself, and AdamW."""
+    """A model on its device, with fp32 master weights where it is not in fp32 itself, and AdamW.
 
-    def __init__(self, model: PreTrainedModel, *, learning_rate: float, is_exact: bool = False) -> None:
-        """`is_exact`: sum gradients in fp32 and update on the CPU by torch's own AdamW, whose bits a run must have.
+    Gradients are summed in the model's dtype, and the update is torch's fused one, which is the fastest.
+    """
 
-        Otherwise gradients are summed in the model's dtype, and the update is torch's fused one, which is faster and
-        rounds a few weights otherwise.
-        """
-        self.model, self.device, self._is_exact = model, model.device, is_exact
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        learning_rate: float,
+        masters_on: torch.device | None = None,
+        is_fused: bool = True,
+    ) -> None:
+        """`masters_on`: where master weights are and the update runs; the model's device by default."""
+        self.model, self.device = model, model.device
         self._parameters = [each for each in model.parameters() if each.requires_grad]
-        place = torch.device("cpu") if is_exact else model.device
-        self._masters = [nn.Parameter(each.detach().to(place, torch.float32)) for each in self._parameters]
+        self._masters = [
+            nn.Parameter(each.detach().to(masters_on or model.device, torch.float32)) for each in self._parameters
+        ]
         # One optimizer for each parameter, so that no fp32 copy of all gradients is needed.
         self._optimizers = [
-            torch.optim.AdamW([each], lr=learning_rate, weight_decay=0.0, fused=not is_exact) for each in self._masters
+            torch.optim.AdamW([each], lr=learning_rate, weight_decay=0.0, fused=is_fused) for each in self._masters
         ]
 
     def step(self, batches: Sequence[Batch], *, max_grad_norm: float | None = None) -> float:
@@ -62,8 +69,7 @@ class PlainTraining:
             loss = nn.functional.cross_entropy(logits, targets.to(self.device).flatten(), reduction="sum")
             (loss / num_targets).backward()
             total += float(loss.detach())
-            if self._is_exact:
-                self._add_up()
+            self._add_up()
         if max_grad_norm is not None:
             nn.utils.clip_grad_norm_(self._parameters, max_grad_norm)
         for parameter, master, optimizer in zip(self._parameters, self._masters, self._optimizers, strict=True):
@@ -71,25 +77,40 @@ class PlainTraining:
         return total / num_targets
 
     def _add_up(self) -> None:
-        """Add the gradients of a micro-batch to their fp32 sums."""
-        for parameter, master in zip(self._parameters, self._masters, strict=True):
-            assert parameter.grad is not None
-            gradient = parameter.grad.to(master.device, torch.float32)
-            master.grad = gradient if master.grad is None else master.grad + gradient
-            parameter.grad = None
+        """Take the gradients of a micro-batch; autograd has added them to those before."""
+
+    def _gradient(self, parameter: nn.Parameter, master: nn.Parameter) -> torch.Tensor:  # noqa: ARG002
+        """The sum of a parameter's gradients in fp32, which is taken from it."""
+        assert parameter.grad is not None
+        gradient, parameter.grad = parameter.grad.float(), None
+        return gradient
 
     @torch.no_grad()
     def _update(self, parameter: nn.Parameter, master: nn.Parameter, optimizer: torch.optim.Optimizer) -> None:
-        if not self._is_exact:
-            assert parameter.grad is not None
-            master.grad, parameter.grad = parameter.grad.float(), None
-        else:
-            assert master.grad is not None
-            master.grad = master.grad.to(parameter.dtype).float()  # a sum is rounded once
+        master.grad = self._gradient(parameter, master)
         optimizer.step()
         master.grad = None
         if master.data_ptr() != parameter.data_ptr():
             parameter.copy_(master)
+
+
+class ExactTraining(PlainTraining):
+    """Plain training with gradients summed in fp32 and torch's own AdamW on the CPU: the bits that a run must have.
+
+    The fused update rounds a few weights otherwise.
+    """
+
+    def __init__(self, model: PreTrainedModel, *, learning_rate: float) -> None:
+        super().__init__(model, learning_rate=learning_rate, masters_on=torch.device("cpu"), is_fused=False)
+
+    def _add_up(self) -> None:
+        for parameter, master in zip(self._parameters, self._masters, strict=True):
+            gradient = super()._gradient(parameter, master).to(master.device)
+            master.grad = gradient if master.grad is None else master.grad + gradient
+
+    def _gradient(self, parameter: nn.Parameter, master: nn.Parameter) -> torch.Tensor:
+        assert master.grad is not None
+        return master.grad.to(parameter.dtype).float()  # a sum is rounded once
 
 
 def train_plainly(config: RunConfig, *, checkpointing: bool, is_exact: bool) -> BenchTraining:
@@ -106,7 +127,7 @@ def train_plainly(config: RunConfig, *, checkpointing: bool, is_exact: bool) -> 
         nn.Module.to(model.train(), device)
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        training = PlainTraining(model, learning_rate=config.learning_rate, is_exact=is_exact)
+        training = (ExactTraining if is_exact else PlainTraining)(model, learning_rate=config.learning_rate)
         (num_rows, num_batches), seconds, losses = config.known_split, [], []
         with Path(config.datasets[0].path).open(encoding="utf-8") as file:
             for _ in range(config.max_steps or 0):
