@@ -56,14 +56,15 @@ def pip_install(*packages: str) -> str:
 def install_extras(*extras: str) -> str:
     """The command that installs what these extras of Ratel need, to paste.
 
-    It names the packages themselves, which any index has: Ratel may have come from a file or a clone.
+    It names the packages themselves, which any index has: Ratel may have come from a file or a clone. Where nothing is
+    installed, so that no list of them is there, it names the clone that this file is in.
     """
     try:
         needed = requires("ratel-cli") or []
     except PackageNotFoundError:
         needed = []
     wanted = [each.partition(";")[0].strip() for each in needed if set(_EXTRA.findall(each)) & set(extras)]
-    return pip_install(*(wanted or [f"ratel-cli[{','.join(extras)}]"]))
+    return pip_install(*(wanted or [f"{Path(__file__).parents[1]}[{','.join(extras)}]"]))
 
 
 def name_run(path: Path, overrides: Sequence[str] = ()) -> None:

@@ -140,11 +140,13 @@ def test_the_image_is_made_of_what_is_there() -> None:
     """Bases are pinned, every file that is copied exists and is not ignored, and no compiler stays in it."""
     found = instructions(IMAGE.read_text(encoding="utf-8"))
     arguments = dict(value.partition("=")[::2] for name, value in found if name == "ARG")
-    for base in (arguments["CPU"], arguments["CUDA"]):
+    guide = (ROOT / "docs" / "guide" / "install.md").read_text(encoding="utf-8")
+    named = re.findall(r"--build-arg BASE=([\w./:-]+)", guide + IMAGE.read_text(encoding="utf-8"))
+    assert len(named) == 2 and len({*named}) == 1
+    for base in (arguments["BASE"], *named):
         assert re.search(r":.*\d", base) and "latest" not in base
-    stages = [value.partition(" AS ")[::2] for name, value in found if name == "FROM"]
-    assert [base for base, _ in stages] == ["${CPU}", "${CUDA}", "${FOR}", "python", "python"]
-    assert arguments["FOR"] in {stage for _, stage in stages}
+    # buildah of Debian 12 takes what stands in an argument for an image, never for a stage.
+    assert [value.partition(" AS ")[0] for name, value in found if name == "FROM"] == ["${BASE}", "python", "python"]
     copied = [value.split() for name, value in found if name == "COPY"]
     sources = [word for words in copied for word in words[:-1] if not words[0].startswith("--from")]
     assert [source for source in sources if not (ROOT / source).exists()] == []
@@ -185,11 +187,11 @@ def test_every_extra_is_in_the_table() -> None:
 
 
 def test_hints_name_no_package_of_which_no_index_may_know() -> None:
-    """`ratel_cli.commands.install_extras` is the only place that says how to install an extra."""
+    """`ratel_cli.commands.install_extras` says how to install an extra."""
     files = [*(ROOT / "ratel_cli").rglob("*.py"), *(ROOT / "docs").rglob("*.md"), ROOT / "README.md"]
     texts = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in files}
     named = [name for name, text in texts.items() if re.search(r"install '?ratel-cli|ratel-cli\[", text)]
-    assert named == ["ratel_cli/commands.py"]
+    assert named == []
 
 
 def test_the_notices_are_of_what_is_compiled_in() -> None:
