@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import sysconfig
 from pathlib import Path
 
 import pytest
@@ -40,7 +39,7 @@ def test_a_wheel_from_the_source_archive_works_outside_of_the_clone(tmp_path: Pa
     # 2. an environment of its own, which has of the clone's nothing but what Ratel depends on
     run(sys.executable, "-m", "venv", "--without-pip", tmp_path / "env", cwd=tmp_path)
     packages = tmp_path / "env" / "lib" / f"python3.{sys.version_info.minor}" / "site-packages"
-    (packages / "others.pth").write_text(sysconfig.get_path("purelib"))
+    (packages / "others.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))
     python, ratel = tmp_path / "env" / "bin" / "python", tmp_path / "env" / "bin" / "ratel"
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     run(*pip, "--python", python, "install", "--no-deps", "--force-reinstall", wheel, cwd=tmp_path)
