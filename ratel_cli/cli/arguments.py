@@ -48,6 +48,19 @@ ModelArgument = Annotated[
 ]
 
 
+Drives = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--storage",
+        metavar="DIR",
+        help="A directory on a drive to use; repeat for each drive. Default: storage.paths where a config is given, "
+        "else the current directory.",
+        show_default=False,
+    ),
+]
+"""What `check_directories` checks."""
+
+
 SavedStep = Annotated[
     int | None,
     typer.Option(
@@ -74,8 +87,9 @@ ReplaceFile = Annotated[bool, typer.Option("--overwrite", help="Replace FILE if 
 def check_directories(option: str, paths: Sequence[Path]) -> None:
     """Raise BadInput, with all of them, for values of an option that are no directories."""
     # os.path, because the methods of Path raise for names that are too long.
-    missing = [path for path in paths if not os.path.isdir(path)]
-    wrong = [BadInput(f"argument '{option} {path}': there is no such directory") for path in missing]
+    wrong = [
+        BadInput(f"argument '{option} {path}': there is no such directory") for path in paths if not os.path.isdir(path)
+    ]
     if wrong:
         raise BadInput(wrong[0].message, others=tuple(wrong[1:]))
 

@@ -15,6 +15,7 @@ import typer
 from ratel_cli.cli.arguments import (
     A_RUN,
     ConfigPath,
+    Drives,
     Overrides,
     Overwrite,
     ReplaceFile,
@@ -165,15 +166,7 @@ def check(
 )
 def profile(
     config: Annotated[Path | None, typer.Argument(metavar="CONFIG", help=A_RUN, show_default=False)] = None,
-    storage: Annotated[
-        list[Path] | None,
-        typer.Option(
-            metavar="DIR",
-            help="A directory on a drive to measure; repeat for each drive. Default: storage.paths, or the current "
-            "directory.",
-            show_default=False,
-        ),
-    ] = None,
+    storage: Drives = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the hardware file instead of a table.")] = False,
     output: Annotated[
         Path | None,

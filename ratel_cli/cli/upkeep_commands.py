@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from ratel_cli.cli.arguments import ConfigPath, Overrides, Places, RunPath
+from ratel_cli.cli.arguments import ConfigPath, Drives, Overrides, Places, RunPath
 
 commands = typer.Typer()
 
@@ -170,14 +170,7 @@ def bench(
             show_default=False,
         ),
     ] = None,
-    storage: Annotated[
-        list[Path] | None,
-        typer.Option(
-            metavar="DIR",
-            help="A directory on a drive to use; repeat for each drive. Default: the current directory.",
-            show_default=False,
-        ),
-    ] = None,
+    storage: Drives = None,
     seconds: Annotated[
         int, typer.Option(min=1, metavar="N", help="Begin no round that would end later; one is always run.")
     ] = 300,
