@@ -97,7 +97,10 @@ def test_ranks_get_the_same_arguments(install: Install) -> None:
             assert calls[-1] == calls[-2], started
 
 
-COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+GROUP = typer.main.get_command(app)
+COMMANDS = GROUP.commands  # type: ignore[attr-defined]
+OF_PROGRAM = typer.Context(GROUP, info_name="ratel", **GROUP.context_settings)
+"""What a command's context inherits. A command keeps the help option of the first one that it is parsed in."""
 VALUES = ("a b", "1", "0.5", "1GB/s", "original", "small")
 
 
@@ -116,7 +119,7 @@ def test_a_command_line_is_what_was_given(name: str) -> None:
 
     def context_of(*given: str) -> typer.Context:
         options = [f"{each}=a b" for each in needed if each[0] == "-" and not any(each in form for form in given)]
-        return command.make_context(name, [*given, *options, *places])  # type: ignore[no-any-return]
+        return command.make_context(name, [*given, *options, *places], parent=OF_PROGRAM)  # type: ignore[no-any-return]
 
     def given(option: str) -> list[str]:
         """The option as a flag, or with a value that it takes, twice if it may be repeated."""
@@ -130,7 +133,7 @@ def test_a_command_line_is_what_was_given(name: str) -> None:
     for options in ([], *of_each, [*chain(*of_each)]):
         context = context_of(*options)
         first, *again = command_line(context, without="--nothing")
-        assert first == name and command.make_context(name, again).params == context.params, again
+        assert first == name and command.make_context(name, again, parent=OF_PROGRAM).params == context.params, again
 
 
 def test_ranks_do_not_start_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
