@@ -12,7 +12,6 @@ LONG_FILES = {
     "config.keys.schema",
     "config.others.foreign",
     "data.text.chat_child",
-    "engine.steps.step",
     "model.export.checkpoint",
     "store.store",
 }

@@ -97,6 +97,10 @@ class GradientSums:
             total, tokens, is_held = self._on_host(block, scale=scale), tokens.cpu(), True
         return LookupSum(total, tokens, device=self._device, pool=self._pool, is_held=is_held, most_rows=most_rows)
 
+    def wait_released(self) -> None:
+        """Return when host memory of sums that have ended is free."""
+        self._thread.wait_released()
+
     def _on_device(
         self, segment: Segment, *, single: bool, scale: float, rows: EmbeddingRows | None = None
     ) -> SegmentSum:

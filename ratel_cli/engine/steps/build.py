@@ -34,11 +34,13 @@ from ratel_cli.engine.ranks.ranks import ALONE, Ranks
 from ratel_cli.engine.reading.host_weights import ResidentWeights
 from ratel_cli.engine.reading.program import AnyBatch, BoundModel, Program
 from ratel_cli.engine.steps.following import EngineSettings, Following
+from ratel_cli.engine.steps.state import StepServices
 from ratel_cli.engine.steps.step import StepEngine
 from ratel_cli.engine.steps.weights import WeightReader
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.queue import IoQueue
 from ratel_cli.io.scratch import Scratch
+from ratel_cli.planning.profile.activations import tokens_per_chunk
 from ratel_cli.schedule.slices import GATHERED_AHEAD, sliced_segments
 from ratel_cli.store.store import Store
 
@@ -220,14 +222,13 @@ class EngineParts(UpdatingParts, Generic[AnyBatch]):
             timeline=self._timeline,
             micro_batch_elements=elements,
         )
-        return StepEngine(
-            program,
-            self._pool,
-            following,
-            activations,
-            self._sums,
-            settings,
+        services = StepServices(
+            pool=self._pool,
             device=device,
-            ranks=self._ranks,
-            check_stop=self._check_stop,
+            gradient_sums=following.gradient_sums,
+            activations=activations,
+            swapped=placement.swapped,
+            chunk_tokens=settings.chunk_tokens or tokens_per_chunk(program.spec.vocab_size),
+            substitutes=program.spec.substitutes,
         )
+        return StepEngine(program, following, services, settings, ranks=self._ranks, check_stop=self._check_stop)

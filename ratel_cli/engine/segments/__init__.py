@@ -1,0 +1,1 @@
+"""Segments of a model as a step runs them, with one protocol."""
