@@ -28,9 +28,9 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ratel_cli.engine.measure.digest import digest
+from ratel_cli.engine.reading.weights import SegmentWeights
 from ratel_cli.engine.steps.block_calls import Computed
 from ratel_cli.engine.steps.horizontal import HorizontalEngine
-from ratel_cli.engine.steps.weights import SegmentWeights
 from ratel_cli.errors import BadInput
 from ratel_cli.model.cut.binding import ModuleAttribute
 

@@ -8,7 +8,7 @@ from threading import Lock
 
 import pytest
 
-from ratel_cli.engine.steps.weights import SegmentWeights, WeightReader
+from ratel_cli.engine.reading.weights import SegmentWeights, WeightReader
 from ratel_cli.io.buffers import BufferPool, Lease
 from ratel_cli.schedule.ledger import Purpose
 

@@ -20,7 +20,7 @@ from ratel_cli.model.files.skeleton import build_skeleton
 from ratel_cli.model.values.spec import ModelSpec
 from ratel_cli.planning.profile.placement import Placement, bytes_ahead
 from ratel_cli.schedule.lifetimes import partial_sum_lifetimes, weight_lifetimes
-from ratel_cli.schedule.uses import Use, step_uses
+from ratel_cli.schedule.uses import Use, forward_uses, step_uses
 from tests.engine.architectures import tiny_config
 from tests.engine.machine import initial_weights, machine, random_steps
 from tests.engine.mixed import SHARING, mixed_config, mixed_recipe
@@ -129,16 +129,19 @@ def test_computing_without_training_has_a_resident_block_once(
                 ratel.model, source, pool, device=torch.device("cpu"), resident=resident, reads_ahead=reads_ahead
             ) as reader,
         ):
+            uses = forward_uses(spec.segments)
             for _ in range(2):
+                reader.expect(uses)
                 for segment in spec.segments:
-                    with reader.bound(segment):
+                    with reader.open(segment):
                         pass
                 reader.end_pass()
             there = {block.index for index in resident for block in spec.segments[index].bound}
             once = sum(spec.blocks[index].compute_bytes for index in there)
-            each_time = [block for segment in spec.segments for block in segment.bound if block.index not in there]
+            lifetimes = weight_lifetimes(uses, ahead=int(reads_ahead))
+            each_time = sum(each.of.compute_bytes for each in lifetimes if each.of.index not in there)
             assert pool.peak_bytes == planned_bytes
-            assert reader.bytes_read == once + 2 * sum(block.compute_bytes for block in each_time)
+            assert reader.bytes_read == once + 2 * each_time
 
 
 @pytest.mark.parametrize("num_micro_batches", [1, 3])

@@ -14,9 +14,9 @@ from torch import nn
 
 from ratel_cli.data.samples.packing import MicroBatch
 from ratel_cli.engine.reading.block_reader import BlockReader, GenerationBlocks
+from ratel_cli.engine.reading.weights import SegmentWeights, WeightReader
 from ratel_cli.engine.steps.forward import BlockwiseForward
 from ratel_cli.engine.steps.step import StepEngine
-from ratel_cli.engine.steps.weights import SegmentWeights, WeightReader
 from ratel_cli.io.buffers import BufferPool, Lease
 from ratel_cli.model.cut.find_blocks import find_blocks
 from ratel_cli.model.files.skeleton import build_skeleton

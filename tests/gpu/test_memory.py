@@ -16,8 +16,8 @@ from transformers import PretrainedConfig
 
 from ratel_cli.data.samples.packing import MicroBatch
 from ratel_cli.engine.measure.telemetry import Span
+from ratel_cli.engine.reading.weights import SegmentWeights, WeightReader
 from ratel_cli.engine.replay.recording import StepRecording
-from ratel_cli.engine.steps.weights import SegmentWeights, WeightReader
 from ratel_cli.errors import DoesNotFit
 from ratel_cli.hardware.spec import GPU_CONTEXT_BYTES
 from ratel_cli.model.values.operators import OperatorMode, TorchOperator

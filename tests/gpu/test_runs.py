@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from ratel_cli.cli.app import main
 from ratel_cli.config.load import load_config
-from ratel_cli.engine.steps.weights import WeightReader
+from ratel_cli.engine.reading.weights import WeightReader
 from ratel_cli.hardware import gpu
 from ratel_cli.hardware.gpu import compute_device
 from ratel_cli.io.buffers import BufferPool, Lease, PinMemory

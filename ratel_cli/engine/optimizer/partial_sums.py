@@ -21,7 +21,7 @@ from ratel_cli.closing import Closing
 from ratel_cli.engine.device.device import Device, Download, Upload
 from ratel_cli.engine.measure.telemetry import SpanLabel
 from ratel_cli.engine.optimizer.gradients import taken_gradient
-from ratel_cli.engine.steps.weights import SegmentWeights
+from ratel_cli.engine.reading.weights import SegmentWeights
 from ratel_cli.io.buffers import BufferPool, Lease
 from ratel_cli.io.views import VALUE_DTYPES
 from ratel_cli.model.values.carried import Roots

@@ -25,8 +25,8 @@ from ratel_cli.engine.measure.telemetry import SpanLabel, Timeline
 from ratel_cli.engine.optimizer.block_gradient import BlockGradient, Norms
 from ratel_cli.engine.optimizer.update import Updates
 from ratel_cli.engine.ranks.ranks import Ranks
-from ratel_cli.engine.ranks.turns import Turns
 from ratel_cli.engine.reading.host_weights import HostWeights
+from ratel_cli.engine.reading.turns import Turns
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.tickets import Ticket, settle
 from ratel_cli.io.views import VALUE_DTYPES, view

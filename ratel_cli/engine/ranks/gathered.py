@@ -14,8 +14,8 @@ from collections.abc import Callable
 from ratel_cli.closing import Closing
 from ratel_cli.engine.measure.telemetry import Timeline
 from ratel_cli.engine.ranks.ranks import Ranks
-from ratel_cli.engine.ranks.turns import Turns
 from ratel_cli.engine.reading.host_weights import HostWeights
+from ratel_cli.engine.reading.turns import Turns
 from ratel_cli.io.buffers import Lease
 from ratel_cli.schedule.blocks import BlockSpec
 from ratel_cli.schedule.slices import ranges_in

@@ -2,7 +2,7 @@
 
 All that ranks do together is one operation, `Channel.swap`: each sends every other one some bytes, and gets some of
 each. Ranks meet on several channels, so that what one waits for on one of them holds up no other: `control` for the
-thread that computes, `weights` and `gradients` for the threads that gather and exchange (ranks/turns.py).
+thread that computes, `weights` and `gradients` for the threads that gather and exchange (reading/turns.py).
 
 Invariant: on each channel every rank does the same swaps in the same order.
 """

@@ -10,7 +10,6 @@ from threading import Lock
 from typing import Self
 
 from ratel_cli.engine.measure.telemetry import SpanLabel, Timeline
-from ratel_cli.errors import RatelError
 from ratel_cli.io.buffers import Lease
 from ratel_cli.io.tickets import Ticket
 from ratel_cli.planning.time.step_time import Resource
@@ -33,7 +32,7 @@ class HostWeights:
         self._lock = Lock()
         self._read: Ticket | None = read
         """None when it has ended and somebody has waited for it."""
-        self._error: RatelError | None = None
+        self._error: Exception | None = None
         """Why it failed."""
 
     @property
@@ -71,7 +70,7 @@ class HostWeights:
         if read is not None:
             try:
                 read.wait()
-            except RatelError as error:
+            except Exception as error:  # noqa: BLE001  whoever waits is raised it
                 self._error = error
             self._read = None
         return read

@@ -14,9 +14,9 @@ import torch
 
 from ratel_cli.engine.optimizer.segment_sum import SegmentSum
 from ratel_cli.engine.reading.program import AnyBatch
+from ratel_cli.engine.reading.weights import SegmentWeights
 from ratel_cli.engine.segments.segment import RunnableSegment
 from ratel_cli.engine.steps.state import PassState, StepState
-from ratel_cli.engine.steps.weights import SegmentWeights
 from ratel_cli.model.values.carried import Carried
 
 

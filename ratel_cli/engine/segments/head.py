@@ -13,10 +13,10 @@ import torch
 
 from ratel_cli.engine.optimizer.segment_sum import SegmentSum
 from ratel_cli.engine.reading.program import AnyBatch
+from ratel_cli.engine.reading.weights import SegmentWeights
 from ratel_cli.engine.replay.loss import ChunkSums, loss_and_gradients
 from ratel_cli.engine.segments.segment import RunnableSegment
 from ratel_cli.engine.steps.state import PassState, StepState
-from ratel_cli.engine.steps.weights import SegmentWeights
 
 
 class Head(RunnableSegment[AnyBatch]):

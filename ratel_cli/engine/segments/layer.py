@@ -16,11 +16,11 @@ from ratel_cli.engine.device.device import Device
 from ratel_cli.engine.optimizer.gradients import gradient_of_input
 from ratel_cli.engine.optimizer.segment_sum import SegmentSum, adding_to
 from ratel_cli.engine.reading.program import AnyBatch, Program
+from ratel_cli.engine.reading.weights import SegmentWeights
 from ratel_cli.engine.replay.repeating import AnyRecorder, Template, Unrepeated, repeater_of, template_of
 from ratel_cli.engine.replay.tape import Recorder, Replayer, Tape
 from ratel_cli.engine.segments.segment import RunnableSegment
 from ratel_cli.engine.steps.state import PassState, StepState
-from ratel_cli.engine.steps.weights import SegmentWeights
 from ratel_cli.model.values.carried import LayerCall, LayerOutput, Roots, signature_of
 from ratel_cli.schedule.segments import Segment
 

@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 
 from ratel_cli.engine.device.device import Device
 from ratel_cli.engine.reading.program import AnyBatch, Program
+from ratel_cli.engine.reading.weights import WeightReader
 from ratel_cli.engine.segments.embedding import Embedding
 from ratel_cli.engine.segments.head import Head
 from ratel_cli.engine.segments.layer import Layer
 from ratel_cli.engine.segments.segment import RunnableSegment
 from ratel_cli.engine.steps.following import Following
 from ratel_cli.engine.steps.state import PassState, StepState
-from ratel_cli.engine.steps.weights import WeightReader
 from ratel_cli.schedule.uses import forward_uses
 
 

@@ -20,8 +20,8 @@ from ratel_cli.engine.device.device import Device
 from ratel_cli.engine.measure.telemetry import SpanLabel
 from ratel_cli.engine.optimizer.segment_sum import SegmentSum
 from ratel_cli.engine.reading.program import AnyBatch, Program
+from ratel_cli.engine.reading.weights import SegmentWeights
 from ratel_cli.engine.steps.state import PassState, StepState
-from ratel_cli.engine.steps.weights import SegmentWeights
 from ratel_cli.schedule.segments import Segment
 from ratel_cli.schedule.uses import Stage
 

@@ -31,17 +31,19 @@ from ratel_cli.engine.ranks.exchange import GradientExchange
 from ratel_cli.engine.ranks.gathered import WeightGathers
 from ratel_cli.engine.ranks.norms import norms_of_all
 from ratel_cli.engine.ranks.ranks import ALONE, Ranks
-from ratel_cli.engine.reading.host_weights import ResidentWeights
+from ratel_cli.engine.reading.host_weights import HostWeights, ResidentWeights
 from ratel_cli.engine.reading.program import AnyBatch, BoundModel, Program
+from ratel_cli.engine.reading.weights import WeightReader
 from ratel_cli.engine.steps.following import EngineSettings, Following
 from ratel_cli.engine.steps.state import StepServices
 from ratel_cli.engine.steps.step import StepEngine
-from ratel_cli.engine.steps.weights import WeightReader
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.queue import IoQueue
 from ratel_cli.io.scratch import Scratch
 from ratel_cli.planning.profile.activations import tokens_per_chunk
-from ratel_cli.schedule.slices import GATHERED_AHEAD, sliced_segments
+from ratel_cli.schedule.blocks import BlockSpec
+from ratel_cli.schedule.slices import GATHERED_AHEAD, range_in, slice_of, sliced_segments
+from ratel_cli.schedule.uses import Stage
 from ratel_cli.store.store import Store
 
 
@@ -117,12 +119,11 @@ class UpdatingParts(Closing):
         self._updates.follow(settings.updates, placement, self._gradients)
         reader = WeightReader(
             self._model,
-            self._store,
+            partial(self._read, self._updates),
             self._pool,
             self._updates,
             self._resident,
             placement=placement,
-            gathers=self._gathers,
             device=self._device,
             timeline=self._timeline,
         )
@@ -162,6 +163,23 @@ class UpdatingParts(Closing):
             timeline=self._timeline,
             parts_of=one_part if self._ranks.size == 1 else partial(norms_of_all, self._ranks, trained),
         )
+
+    def _read(self, updates: Updates, block: BlockSpec, stage: Stage) -> HostWeights:
+        """Begin to read what this rank has of a block, to update it if that is deferred, and to gather the rest."""
+        field, own = block.record.compute_field, slice_of(block, self._gathers.slice)
+        lease = self._pool.lease(block.compute_bytes, f"weights of {block.name}")
+        in_shadow = updates.is_in_shadow(block)
+        newest = self._store.shadow().generation if in_shadow else self._store.current()
+        start_bytes = range_in(block, self._gathers.slice)[0] * block.dtype_bytes
+        memory = lease.memory[start_bytes:][: own.compute_bytes]
+        try:
+            read = newest.read(block.index, field.name, 0, own.num_elements, memory)
+        except BaseException:
+            lease.release()
+            raise
+        weights = HostWeights(own, lease, read, start_bytes=start_bytes)
+        updates.start_deferred(weights)
+        return self._gathers.gather(block, lease, weights, stage, updates.waiting_for(block))
 
     def _scratch(self, num_bytes: int) -> Scratch | None:
         if not num_bytes:

@@ -12,7 +12,7 @@ from ratel_cli.engine.optimizer.settings import OptimizerSettings
 from ratel_cli.engine.optimizer.update import Updates, UpdateSettings
 from ratel_cli.engine.ranks.exchange import GradientExchange
 from ratel_cli.engine.reading.host_weights import ResidentWeights
-from ratel_cli.engine.steps.weights import WeightReader
+from ratel_cli.engine.reading.weights import WeightReader
 from ratel_cli.planning.profile.placement import Placement
 
 

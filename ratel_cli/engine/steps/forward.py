@@ -1,7 +1,7 @@
 """A forward pass without training, with one segment bound at a time: outputs, or the loss of many micro-batches.
 
 A segment is read once for all micro-batches of a pass, whose hidden states wait in memory. Nothing is updated; training
-and the evaluations in it are in `engine/steps/step.py`.
+and the evaluations in it are in `engine/steps/step.py`, and run the same segments.
 
 Invariant: the modules, the shapes and the order of operations are those of the model's own forward, so that on one
 device the logits are those of the whole model, bit for bit.
@@ -9,11 +9,11 @@ device the logits are those of the whole model, bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from typing import Generic, Self, TypeVar
+from itertools import chain
+from typing import Generic, TypeVar
 
 import torch
 
@@ -21,9 +21,11 @@ from ratel_cli.engine.reading.block_reader import BlockReader
 from ratel_cli.engine.reading.embedding_rows import EmbeddingRows
 from ratel_cli.engine.reading.program import AnyBatch, Program, tokens_looked_up
 from ratel_cli.engine.replay.loss import EvaluatedSums, evaluated_sums
+from ratel_cli.engine.segments.passes import forward_pass, runnable_segments
+from ratel_cli.engine.steps.state import PassState
 from ratel_cli.errors import DoesNotFit
-from ratel_cli.model.values.carried import Carried, Embedded
 from ratel_cli.model.values.finished import Finished
+from ratel_cli.model.values.spec import ModelSpec
 from ratel_cli.planning.profile.placement import num_looked_up
 from ratel_cli.units import format_bytes
 
@@ -40,24 +42,49 @@ class EvaluatedBatch(Generic[AnyBatch]):
     """What its targets add up to."""
 
 
-@dataclass(slots=True, kw_only=True)
-class _Passing:
-    """A micro-batch on its way through the blocks."""
+class _FittingPass(PassState[AnyBatch]):
+    """A pass of as many of the waiting micro-batches as fit: the first segment takes them."""
 
-    hidden: torch.Tensor
-    """The output of the last block that has run: `[batch, tokens, hidden]`."""
-    carried: Carried
-    """What each layer gets besides."""
-    num_bytes: int
-    """What waits between two blocks."""
+    def __init__(
+        self,
+        waiting: Iterator[AnyBatch],
+        measure: Callable[[int, Finished], None],
+        *,
+        held_bytes: int,
+        spec: ModelSpec,
+        device: torch.device,
+    ) -> None:
+        """`held_bytes`: for what waits between two segments. `waiting` must have a micro-batch."""
+        super().__init__([], rows=None, measure=measure)
+        self._waiting = waiting
+        self._held_bytes = held_bytes
+        self._spec = spec
+        self._device = device
 
-    @classmethod
-    def behind(cls, embedded: Embedded, *, made_bytes: int) -> Self:
-        """A micro-batch behind the embedding. `made_bytes`: what layers leave for others."""
-        arguments = [tensor for call in embedded.calls for tensor in call.tensors]
+    def forward_order(self) -> Iterable[int]:
+        return super().forward_order() if self.batches else self._taken()
+
+    def _taken(self) -> Iterator[int]:
+        """The numbers of the micro-batches that are taken one after another, each when the one before has run."""
+        taken_bytes = largest_bytes = 0
+        for number, batch in enumerate(self._waiting):
+            self.batches.append(batch.to(self._device))
+            yield number
+            num_bytes = self._waiting_bytes(number)
+            if num_bytes > self._held_bytes:
+                raise _does_not_fit(num_bytes, self._held_bytes, self._device)
+            taken_bytes += num_bytes
+            largest_bytes = max(largest_bytes, num_bytes)
+            if taken_bytes + largest_bytes > self._held_bytes:
+                return
+
+    def _waiting_bytes(self, number: int) -> int:
+        """What of a micro-batch waits between two segments."""
+        hidden = self.hidden[number]
+        arguments = [tensor for call in self.carried[number].calls for tensor in call.tensors]
         storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in arguments}
-        num_bytes = embedded.hidden.nbytes + sum(storages.values()) + made_bytes
-        return cls(hidden=embedded.hidden, carried=Carried(embedded), num_bytes=num_bytes)
+        made_bytes = hidden.numel() // self._spec.hidden_size * self._spec.carried_bytes  # what layers leave for others
+        return hidden.nbytes + sum(storages.values()) + made_bytes
 
 
 class BlockwiseForward(Generic[AnyBatch]):
@@ -66,20 +93,23 @@ class BlockwiseForward(Generic[AnyBatch]):
     def __init__(self, program: Program[AnyBatch], reader: BlockReader) -> None:
         self._program = program
         self._reader = reader
+        self._device = reader.device.torch_device
+        self._segments = runnable_segments(program, reader.device)
 
     def outputs(self, batch: AnyBatch) -> torch.Tensor:
         """What the model returns for all tokens of one micro-batch: logits `[batch, tokens, vocab]`.
 
         Raises what the reader raises.
         """
-        placed = batch.to(self._reader.device)
+        found: list[torch.Tensor] = []
+
+        def measure(_: int, finished: Finished) -> None:
+            found.append(finished.outputs(finished.hidden))
+
         with self._computing():
-            with self._reader.bound(self._program.spec.embedding, self._rows_of(batch)):
-                item = self._begun(placed)
-            self._run_layers([item], lambda count: None)
-            with self._reader.bound(self._program.spec.head):
-                finished = self._program.finish(item.hidden, placed)
-                return finished.outputs(finished.hidden)
+            state = PassState([batch.to(self._device)], rows=self._rows_of(batch), measure=measure)
+            forward_pass(self._segments, state, self._reader)
+        return found[0]
 
     def evaluated(
         self,
@@ -113,12 +143,27 @@ class BlockwiseForward(Generic[AnyBatch]):
     ) -> Iterator[list[tuple[AnyBatch, Measured]]]:
         """For each pass its micro-batches, in order, and what `measure` gives for each. The rest as in `evaluated`."""
         waiting = iter(batches)
-        while True:
-            with self._computing():
-                found = self._pass(waiting, held_bytes, measure, progress)
-            if not found:
-                return
-            yield found
+        for first in waiting:
+            yield self._measured(chain([first], waiting), measure, held_bytes, progress)
+
+    def _measured(
+        self,
+        waiting: Iterator[AnyBatch],
+        measure: Callable[[Finished, AnyBatch], Measured],
+        held_bytes: int,
+        progress: Callable[[int], None],
+    ) -> list[tuple[AnyBatch, Measured]]:
+        """One pass of the next micro-batches; there is one."""
+        found: list[tuple[AnyBatch, Measured]] = []
+
+        def note(number: int, finished: Finished) -> None:
+            batch = state.batches[number]
+            found.append((batch, measure(finished, batch)))
+
+        state = _FittingPass(waiting, note, held_bytes=held_bytes, spec=self._program.spec, device=self._device)
+        with self._computing():
+            forward_pass(self._segments, state, self._reader, progress=progress)
+        return found
 
     @contextmanager
     def _computing(self) -> Iterator[None]:
@@ -130,69 +175,13 @@ class BlockwiseForward(Generic[AnyBatch]):
             self._program.train(was_training)
             self._reader.end_pass()
 
-    def _pass(
-        self,
-        waiting: Iterator[AnyBatch],
-        held_bytes: int,
-        measure: Callable[[Finished, AnyBatch], Measured],
-        progress: Callable[[int], None],
-    ) -> list[tuple[AnyBatch, Measured]]:
-        """The next micro-batches, as many as fit, with what is measured of each; none if there are no more."""
-        batches, passing = self._begin(waiting, held_bytes)
-        if not batches:
-            return []
-        progress(len(batches))
-        self._run_layers(passing, progress)
-        with self._reader.bound(self._program.spec.head):
-            found = [
-                (batch, measure(self._program.finish(item.hidden, batch), batch))
-                for batch, item in zip(batches, passing, strict=True)
-            ]
-        progress(len(batches))
-        return found
-
-    def _begin(self, waiting: Iterator[AnyBatch], held_bytes: int) -> tuple[list[AnyBatch], list[_Passing]]:
-        """The next micro-batches, on the device that computes, and what is behind the embedding."""
-        batches: list[AnyBatch] = []
-        passing: list[_Passing] = []
-        taken_bytes = largest_bytes = 0
-        batch = next(waiting, None)
-        if batch is None:
-            return batches, passing
-        with self._reader.bound(self._program.spec.embedding):
-            while batch is not None:
-                placed = batch.to(self._reader.device)
-                item = self._begun(placed)
-                if item.num_bytes > held_bytes:
-                    raise _does_not_fit(item.num_bytes, held_bytes, self._reader.device)
-                batches.append(placed)
-                passing.append(item)
-                taken_bytes += item.num_bytes
-                largest_bytes = max(largest_bytes, item.num_bytes)
-                batch = next(waiting, None) if taken_bytes + largest_bytes <= held_bytes else None
-        return batches, passing
-
-    def _begun(self, batch: AnyBatch) -> _Passing:
-        embedded, spec = self._program.begin(batch), self._program.spec
-        num_tokens = embedded.hidden.numel() // spec.hidden_size
-        return _Passing.behind(embedded, made_bytes=num_tokens * spec.carried_bytes)
-
-    def _run_layers(self, passing: Sequence[_Passing], progress: Callable[[int], None]) -> None:
-        """Run every layer on all micro-batches."""
-        for index, layer in enumerate(self._program.spec.layers):
-            with self._reader.bound(layer):
-                for item in passing:
-                    run = partial(self._program.run, index, item.hidden)
-                    item.hidden = item.carried.forward(index, run)
-            progress(len(passing))
-
     def _rows_of(self, batch: AnyBatch) -> EmbeddingRows | None:
         """What a GPU needs of the embedding's matrix; None: all of it."""
-        if self._reader.device.type == "cpu":
+        if self._reader.device.is_host:
             return None
         spec, tokens = self._program.spec, tokens_looked_up(self._program, [batch])
         most_rows = num_looked_up(spec, sum(each.numel() for each in tokens))
-        return EmbeddingRows.of(spec, tokens, self._reader.device, most_rows=most_rows)
+        return EmbeddingRows.of(spec, tokens, self._device, most_rows=most_rows)
 
 
 def _does_not_fit(num_bytes: int, held_bytes: int, device: torch.device) -> DoesNotFit:

@@ -36,10 +36,10 @@ from ratel_cli.engine.optimizer.phases import StepDecision
 from ratel_cli.engine.optimizer.segment_sum import SegmentSum, adding_to
 from ratel_cli.engine.reading.host_weights import HostWeights
 from ratel_cli.engine.reading.program import BoundModel
+from ratel_cli.engine.reading.weights import SegmentWeights
 from ratel_cli.engine.steps.block_calls import BlockCall, Computed, Look, StepRule, first_changed, look_at
 from ratel_cli.engine.steps.following import Following
 from ratel_cli.engine.steps.read_ahead import ReadAhead
-from ratel_cli.engine.steps.weights import SegmentWeights
 from ratel_cli.errors import BadInput
 from ratel_cli.model.values.away import AwayGradient, hooks_of
 from ratel_cli.schedule.segments import Segment

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import TypeAlias
 
-from ratel_cli.engine.steps.weights import WeightReader
+from ratel_cli.engine.reading.weights import WeightReader
 from ratel_cli.schedule.segments import Segment
 from ratel_cli.schedule.uses import Stage, Use
 

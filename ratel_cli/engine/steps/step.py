@@ -8,7 +8,7 @@ the uses of segments in their order (schedule/uses.py); what a segment does in a
                  bind the weights; add up the gradients of each micro-batch; hand them over to the update
     3. decide    compute the global norm: is it finite, must it be clipped? (engine.optimizer.update)
 
-Overlapped with these run the reads of the next blocks' weights (engine/steps/weights.py) and the optimizer
+Overlapped with these run the reads of the next blocks' weights (engine/reading/weights.py) and the optimizer
 (engine.optimizer.pipeline). The update of a step is settled at the latest when the next step's first gradient is
 handed over. The step is committed then, or after `settle`.
 

@@ -122,7 +122,8 @@ class Carried:
         def leaf_of(tensor: torch.Tensor) -> torch.Tensor:
             return leaves.get(id(tensor), tensor)
 
-        self._calls = tuple(call.changed(leaf_of) for call in embedded.calls)
+        self.calls = tuple(call.changed(leaf_of) for call in embedded.calls)
+        """The arguments of each layer, but for what layers below it return."""
         self._mappings = embedded.mappings
         for mapping in self._mappings:
             for key, value in mapping.items():
@@ -201,7 +202,7 @@ class Carried:
             found = self._place_of_extra.get(id(tensor))
             return tensor if found is None else self._extras[found[0]][found[1]]
 
-        return self._calls[index].changed(returned) if self._place_of_extra else self._calls[index]
+        return self.calls[index].changed(returned) if self._place_of_extra else self.calls[index]
 
     def _contents(self) -> list[Contents]:
         return [dict(mapping) for mapping in self._mappings]

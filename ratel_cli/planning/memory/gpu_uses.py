@@ -1,8 +1,8 @@
 """The most that each phase of a step takes of a GPU's memory: the ledger's rows, overlapped, next to units. Pure.
 
-A use takes the weights of its segment and a window for those of the next (engine/steps/weights.py), the activations of
-a layer, and units (engine/cache/activations.py). Backward adds the gradient of one parameter at a time, fp32 sums of a
-segment's gradients if there are several micro-batches, and gradients that are still being downloaded
+A use takes the weights of its segment and a window for those of the next (engine/reading/weights.py), the activations
+of a layer, and units (engine/cache/activations.py). Backward adds the gradient of one parameter at a time, fp32 sums of
+a segment's gradients if there are several micro-batches, and gradients that are still being downloaded
 (engine/optimizer/gradients.py). `planning/duties/` has the rows.
 """
 

@@ -21,9 +21,7 @@ from ratel_cli.console import RunLog
 from ratel_cli.data.batches.dataset import TrainingData
 from ratel_cli.data.samples.packing import MicroBatch
 from ratel_cli.data.sources.load_tokens import TokenFiles
-from ratel_cli.engine.measure.telemetry import Timeline
 from ratel_cli.engine.replay.loss import NOTHING_EVALUATED
-from ratel_cli.engine.steps.build import open_device
 from ratel_cli.engine.steps.forward import BlockwiseForward
 from ratel_cli.errors import BadInput, Diverged
 from ratel_cli.hardware.gpu import compute_device, determinism
@@ -114,12 +112,8 @@ def _evaluate(context: RunContext, streamed: StreamedModel[LanguageBase], rows: 
     memory = _fit(context, streamed, rows, chunk_tokens)
     num_batches = -(-rows.num_sequences // _batch_size(config))
     total, start = NOTHING_EVALUATED, perf_counter()
-    with (
-        open_device(context.device, Timeline()) as opened,
-        opened.translate_errors(),
-        context.bar("evaluating", num_batches * len(spec.segments)) as advance,
-    ):
-        reader = open_reader(context, streamed, memory)
+    reader = open_reader(context, streamed, memory)
+    with reader.device.translate_errors(), context.bar("evaluating", num_batches * len(spec.segments)) as advance:
         forward = BlockwiseForward(streamed.base.model, reader)
         for found in forward.evaluated(
             _batches(rows), held_bytes=memory.left_bytes, chunk_tokens=chunk_tokens, progress=advance

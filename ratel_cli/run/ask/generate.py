@@ -22,8 +22,6 @@ from ratel_cli.console import RunLog
 from ratel_cli.data.text.prompts import Prompt, encode_prompts
 from ratel_cli.data.text.tokenise import without_row
 from ratel_cli.data.text.tokenizer import Tokenizer
-from ratel_cli.engine.measure.telemetry import Timeline
-from ratel_cli.engine.steps.build import open_device
 from ratel_cli.errors import BadInput, first_line
 from ratel_cli.hardware.gpu import compute_device, determinism
 from ratel_cli.model.cut.decoder import DecoderModel
@@ -115,18 +113,14 @@ def _generate(
     found: list[list[int]] = []
     num_passes, start = 0, perf_counter()
     torch.manual_seed(context.config.seed)
-    with (
-        open_device(context.device, Timeline()) as opened,
-        opened.translate_errors(),
-        context.bar("generating", len(batches) * request.max_new_tokens) as advance,
-    ):
+    reader = open_reader(context, streamed, memory, resident=resident)
+    with reader.device.translate_errors(), context.bar("generating", len(batches) * request.max_new_tokens) as advance:
 
         def after_pass() -> None:
             nonlocal num_passes
             num_passes += 1
             advance(1)
 
-        reader = open_reader(context, streamed, memory, resident=resident)
         with computing_whole(streamed.base.model, reader, after_pass=after_pass) as skeleton:
             for batch in batches:
                 width = max(map(len, batch))  # padded on the left, as transformers expects it

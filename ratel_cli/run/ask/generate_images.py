@@ -21,8 +21,6 @@ from safetensors.torch import save_file
 from ratel_cli.console import RunLog
 from ratel_cli.data.batches.latents import scheduler_of
 from ratel_cli.data.samples.sample_batch import SampleBatch
-from ratel_cli.engine.measure.telemetry import Timeline
-from ratel_cli.engine.steps.build import open_device
 from ratel_cli.engine.steps.forward import BlockwiseForward
 from ratel_cli.errors import BadInput, EnvironmentFailure
 from ratel_cli.hardware.gpu import compute_device, determinism
@@ -117,12 +115,11 @@ def _denoised(
     labels = torch.tensor(request.classes)
     latents = torch.randn((len(labels), *streamed.base.config.latent_shape), generator=generator)
     timesteps = scheduler.timesteps
+    reader = open_reader(context, streamed, memory, resident=resident_blocks(streamed, memory))
     with (
-        open_device(context.device, Timeline()) as opened,
-        opened.translate_errors(),
+        reader.device.translate_errors(),
         context.bar("denoising", len(timesteps) * -(-len(labels) // size)) as advance,
     ):
-        reader = open_reader(context, streamed, memory, resident=resident_blocks(streamed, memory))
         forward = BlockwiseForward(streamed.base.model, reader)
         for timestep in timesteps:
             found = []

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from ratel_cli.engine.reading.block_reader import BlockReader
 from ratel_cli.model.cut.decoder import DecoderModel
 from ratel_cli.model.cut.layer_runner import LayerRunner
+from ratel_cli.schedule.uses import forward_uses
 
 
 @contextmanager
@@ -56,17 +57,18 @@ class _OpenBlocks:
     def begin(self, _: nn.Module, _arguments: object) -> None:
         """Torch's hook before the model's forward."""
         self.close()
-        self._outside.enter_context(self._reader.bound(self._model.spec.embedding))
+        self._reader.expect(forward_uses(self._model.spec.segments))
+        self._outside.enter_context(self._reader.open(self._model.spec.embedding))
 
     @contextmanager
     def layer(self, index: int) -> Iterator[None]:
         """A context in which a layer runs."""
         self.close()
         spec = self._model.spec
-        with self._reader.bound(spec.layers[index]):
+        with self._reader.open(spec.layers[index]):
             yield
         if index == spec.num_layers - 1:
-            self._outside.enter_context(self._reader.bound(spec.head))
+            self._outside.enter_context(self._reader.open(spec.head))
 
     def end(self, _: nn.Module, _arguments: object, _output: object) -> None:
         """Torch's hook after the model's forward."""

@@ -23,11 +23,9 @@ from ratel_cli.data.batches.dataset import TrainingData
 from ratel_cli.data.pairs.compared_samples import ComparedSamples
 from ratel_cli.data.pairs.reference import LogProbabilities, ReferenceOfSet, read_reference, write_reference
 from ratel_cli.data.samples.packing import Integers, MicroBatch
-from ratel_cli.engine.measure.telemetry import Timeline
 from ratel_cli.engine.ranks.ranks import Ranks
 from ratel_cli.engine.reading.block_reader import BlockSource, GenerationBlocks, SourceBlocks
 from ratel_cli.engine.replay.loss import token_values
-from ratel_cli.engine.steps.build import open_device
 from ratel_cli.engine.steps.forward import BlockwiseForward
 from ratel_cli.errors import BadInput, Diverged, EnvironmentFailure
 from ratel_cli.json_fields import hash_of
@@ -208,9 +206,8 @@ def _compute(context: RunContext, inputs: Inputs, store: Store, reference: _Refe
         is_base = reference.origin is None
         model = _model(inputs, SourceBlocks(inputs.source) if is_base else GenerationBlocks(store.current()))
         memory = _fit(opened, model, wanted)
-        device = resources.enter_context(open_device(context.device, Timeline()))
-        resources.enter_context(device.translate_errors())
         reader = open_reader(opened, model, memory)
+        resources.enter_context(reader.device.translate_errors())
         chunk_tokens = head_chunk_tokens(model.spec, chunked_workload_of(context.config, model.spec))
         forward = BlockwiseForward[MicroBatch](inputs.model, reader)
         total = len(own) * len(model.spec.segments)

@@ -1,6 +1,6 @@
-"""Brings compute weights (P16) from NVMe to where a segment's modules can use them, ahead of time.
+"""Brings compute weights (P16) from where they lie to where a segment's modules can use them, ahead of time.
 
-The step announces in which order it will use segments, and opens them in that order. For each use, and each block:
+A pass announces in which order it will use segments, and opens them in that order. For each use, and each block:
 
     1. issue   when the use comes within `prefetch_blocks`: lease a buffer and start the read, unless the block is there
                for an earlier use; if its update was deferred until this use, start the update too
@@ -33,15 +33,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, groupby, islice, pairwise, takewhile
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from torch import nn
 
 from ratel_cli.closing import Closing
 from ratel_cli.engine.device.device import Device, DeviceBuffer, InPlace, Upload
 from ratel_cli.engine.measure.telemetry import SpanLabel, Timeline
-from ratel_cli.engine.optimizer.update import Updates
-from ratel_cli.engine.ranks.gathered import WeightGathers
 from ratel_cli.engine.reading.embedding_rows import EmbeddingRows
 from ratel_cli.engine.reading.host_weights import HostWeights, ResidentWeights
 from ratel_cli.engine.reading.program import BoundModel
@@ -51,9 +49,7 @@ from ratel_cli.planning.profile.placement import Placement, bytes_ahead
 from ratel_cli.schedule.blocks import BlockSpec, ParameterSpec
 from ratel_cli.schedule.lifetimes import upload_lifetimes, weight_lifetimes
 from ratel_cli.schedule.segments import Segment
-from ratel_cli.schedule.slices import range_in, slice_of
 from ratel_cli.schedule.uses import Stage, Use
-from ratel_cli.store.store import Store
 
 
 @dataclass(slots=True, eq=False)
@@ -112,30 +108,47 @@ class _Coming(NamedTuple):
     start: Callable[[], Upload]
 
 
+class Updating(Protocol):
+    """What may change weights while they are read."""
+
+    def is_updating(self, block: BlockSpec, /) -> bool:
+        """True if the block's newest weights cannot be read now."""
+
+    def wait_written(self, block: BlockSpec, /) -> None:
+        """Return when they can be."""
+
+    def start_deferred(self, weights: HostWeights, /) -> None:
+        """Start the update of the weights' block if it was deferred until this use."""
+
+    def is_updated(self, block: BlockSpec, /) -> bool:
+        """True if `wait_updated` would return at once."""
+
+    def wait_updated(self, block: BlockSpec, /) -> None:
+        """Return when the block's weights in memory are the newest."""
+
+
 class WeightReader:
     """Opens segments for compute, in the order in which their uses were announced."""
 
     def __init__(
         self,
         program: BoundModel,
-        store: Store,
+        read: Callable[[BlockSpec, Stage], HostWeights],
         pool: BufferPool,
-        updates: Updates,
+        updates: Updating,
         resident: ResidentWeights,
         *,
         placement: Placement,
-        gathers: WeightGathers,
         device: Device,
         timeline: Timeline,
     ) -> None:
-        """`placement`: which segments are read ahead, and what stays on the GPU, goes there ahead, or is read in
-        place."""
+        """`read` begins to read a block's newest weights. `placement`: which segments are read ahead, and what stays on
+        the GPU, goes there ahead, or is read in place."""
         self._program = program
-        self._store = store
+        self._read = read
         self._pool = pool
         self._updates = updates
         self._resident = resident
-        self._gathers = gathers
         self._prefetch_blocks = placement.prefetch_blocks
         layers = frozenset(layer.index for layer in program.spec.layers)
         self._gpu_weights = frozenset() if device.is_host else placement.gpu_weights & layers
@@ -365,23 +378,6 @@ class WeightReader:
             use.gathered = self._pool.lease(packed_bytes, f"rows of {block.name}", at_most_bytes=largest_bytes)
             rows.gather(view(memory, dtype), view(use.gathered.memory[:num_bytes], dtype))
         return use.gathered.memory[:num_bytes]
-
-    def _read(self, block: BlockSpec, stage: Stage) -> HostWeights:
-        """Begin to read what this rank has of a block, to update it if that is deferred, and to gather the rest."""
-        field, own = block.record.compute_field, slice_of(block, self._gathers.slice)
-        lease = self._pool.lease(block.compute_bytes, f"weights of {block.name}")
-        in_shadow = self._updates.is_in_shadow(block)
-        newest = self._store.shadow().generation if in_shadow else self._store.current()
-        start_bytes = range_in(block, self._gathers.slice)[0] * block.dtype_bytes
-        memory = lease.memory[start_bytes:][: own.compute_bytes]
-        try:
-            read = newest.read(block.index, field.name, 0, own.num_elements, memory)
-        except BaseException:
-            lease.release()
-            raise
-        weights = HostWeights(own, lease, read, start_bytes=start_bytes)
-        self._updates.start_deferred(weights)
-        return self._gathers.gather(block, lease, weights, stage, self._updates.waiting_for(block))
 
 
 class SegmentWeights(Closing):

@@ -1,4 +1,4 @@
-"""A thread that runs what it is given, one job after another: the swaps of one channel.
+"""A thread that runs what it is given, one job after another, such as the swaps of one channel.
 
 Invariant: after a job has failed, none that comes later runs; each of them fails with its error.
 """
