@@ -29,12 +29,13 @@ uses alone, never on timing.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, groupby, islice, pairwise, takewhile
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import nn
 
 from ratel_cli.closing import Closing
@@ -418,6 +419,21 @@ class SegmentWeights(Closing):
         self.parameters = self.trained = ()
         self._of_blocks.clear()
         self._close()
+
+
+def weights_in_place(
+    program: BoundModel,
+    segment: Segment,
+    parts: Iterable[tuple[BlockSpec, torch.Tensor]],
+    *,
+    rows: EmbeddingRows | None,
+) -> SegmentWeights:
+    """Bind a segment to flat tensors of the device, which stay theirs: one for each of its blocks, in their order.
+
+    `rows`: of a block of which they are used, there are two parts, the rows and what is behind the matrix.
+    """
+    uploads = [_Part(block, InPlace(part.view(torch.uint8))) for block, part in parts]
+    return SegmentWeights(program, _Use(segment, "forward", rows, uploads=uploads), close=lambda: None)
 
 
 def _shares(blocks: Sequence[BlockSpec], num_bytes: int) -> list[int]:

@@ -3,8 +3,9 @@
 One micro-batch goes through embedding, layers and head, forward and backward, one block after another (Ratel section
 IV-B: the unoptimised iteration). Times and sizes depend on shapes and not on values, so the weights are random numbers
 in one buffer that all blocks share: no store, no file, memory for the largest block. Layers with the same shapes and
-the same arguments cost the same, so one of each kind is run. A block does what it does in a step: its gradients are
-added to sums, parameter by parameter, and its times are those of runs that record no operators.
+the same arguments cost the same, so one of each kind is run. A segment does what it does in a step (engine/segments),
+as if it shared no blocks with others: its gradients are added to sums, parameter by parameter, and its times are those
+of runs that record no operators.
 
 Invariant: nothing of the model changes but its device, and the weights that are bound while it runs.
 """
@@ -14,32 +15,38 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from statistics import median
 from time import perf_counter
 from typing import Generic
 
 import torch
 
+from ratel_cli.engine.cache.activations import ActivationOffloader
 from ratel_cli.engine.device.device import Device
 from ratel_cli.engine.device.gpu import translate_errors
+from ratel_cli.engine.measure.telemetry import Timeline
 from ratel_cli.engine.optimizer.accumulators import DeviceSums
-from ratel_cli.engine.optimizer.gradient_sums import gradient_sum
-from ratel_cli.engine.optimizer.segment_sum import SegmentSum, adding_to
+from ratel_cli.engine.optimizer.gradient_sums import GradientSums
+from ratel_cli.engine.optimizer.gradients import GpuGradientSum
+from ratel_cli.engine.optimizer.host_sums import SumThread
+from ratel_cli.engine.optimizer.lookup_sum import LookupSum
+from ratel_cli.engine.optimizer.segment_sum import SegmentSum
 from ratel_cli.engine.reading.embedding_rows import EmbeddingRows
-from ratel_cli.engine.reading.program import AnyBatch, Program, tokens_looked_up, trained_of
-from ratel_cli.engine.replay.loss import MeanLoss, loss_and_gradients
+from ratel_cli.engine.reading.program import AnyBatch, Program, tokens_looked_up
+from ratel_cli.engine.reading.weights import SegmentWeights, weights_in_place
 from ratel_cli.engine.replay.recording import StepRecording
-from ratel_cli.engine.replay.tape import Recorder, Replayer
+from ratel_cli.engine.segments.passes import runnable_segments
+from ratel_cli.engine.segments.segment import RunnableSegment
+from ratel_cli.engine.steps.state import Draws, PassState, StepServices, StepState
 from ratel_cli.errors import BadInput, first_line
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.io.views import VALUE_DTYPES
-from ratel_cli.model.values.carried import Carried, Embedded, LayerCall, LayerOutput
-from ratel_cli.model.values.row_lookup import DistinctTokens
 from ratel_cli.planning.profile.activations import tokens_per_chunk
-from ratel_cli.planning.profile.placement import num_looked_up
+from ratel_cli.planning.profile.placement import Placement, num_looked_up
 from ratel_cli.planning.profile.recorded import BlockSeconds, UnitRecord
+from ratel_cli.schedule.blocks import BlockSpec
 from ratel_cli.schedule.segments import Segment
+from ratel_cli.schedule.uses import step_uses
 
 _NUM_RUNS = 5
 """Runs of each block; fewer if they take longer than `_ENOUGH_SECONDS`. The first warms up (code is loaded, memory
@@ -81,7 +88,7 @@ class Sums:
 
 
 class BlockProfiler(Generic[AnyBatch]):
-    """Runs and times a model's blocks on random weights."""
+    """Runs and times a model's segments on random weights."""
 
     def __init__(
         self,
@@ -97,16 +104,25 @@ class BlockProfiler(Generic[AnyBatch]):
         many as have 64 MiB of logits."""
         program.move_to(device.torch_device)
         self._program = program
-        self._pool = pool
-        self._sums = sums
+        self._num_micro_batches = sums.num_micro_batches
         self._device = device
         self._torch_device = device.torch_device
-        self._chunk_tokens = chunk_tokens or tokens_per_chunk(program.spec.vocab_size)
+        self._segments = runnable_segments(program, device, [_alone(each) for each in program.spec.segments])
+        staying = Placement(gpu_units_from=0)
+        activations = ActivationOffloader(pool, None, staying, device=device, timeline=Timeline())
+        self._services = StepServices(
+            pool=pool,
+            device=device,
+            gradient_sums=_SumsOfOne(pool, device, sums),
+            activations=activations,
+            swapped={},
+            chunk_tokens=chunk_tokens or tokens_per_chunk(program.spec.vocab_size),
+            substitutes=program.spec.substitutes,
+        )
         largest = max(block.num_elements for block in program.spec.blocks)
         generator = torch.Generator(self._torch_device).manual_seed(0)
         weights = torch.empty(largest, dtype=dtype, device=self._torch_device)
         self._weights = weights.normal_(std=_DEVIATION, generator=generator)
-        self._outside: dict[int, list[_Run]] = {}
         self.sharing: float | None = None
         """Seconds of computing that are lost to a second of what ran `beside`; None before that was measured."""
 
@@ -125,40 +141,22 @@ class BlockProfiler(Generic[AnyBatch]):
         each segment before it runs.
         Raises BadInput if a segment cannot run, with its name and why; DoesNotFit if a GPU has too little memory.
         """
-        embedding, *layers, head = self._program.spec.segments
-        tokens = self._distinct_tokens(batch)
-        batch = batch.to(self._torch_device)
+        state, runs, kinds = self._state(batch), dict[int, list[_Run]](), dict[object, int]()
         # As in a step: on a thread of its own, backward would drop its last tensors whenever that is scheduled.
-        with torch.autograd.set_multithreading_enabled(False):
-            with self._running(embedding, progress):
-                embedded = self._embedding(embedding, batch, tokens, most_runs)
-            hidden = embedded.hidden.detach()
-            runs: dict[int, list[_Run]] = {}
-            kinds: dict[object, int] = {}
-            carried = Carried(embedded)
-            for index, layer in enumerate(layers):
-                kind = (
-                    self._program.spec.has_backward(layer),
-                    self._program.spec.passes_on(layer),
-                    layer.block_kinds,
-                    tuple(parameter.shape for parameter in layer.parameters),
-                    embedded.cost_key(index),
-                )
-                first = kinds.setdefault(kind, layer.index)
-                if first == layer.index:
-                    with self._running(layer, progress):
-                        if not self._program.spec.has_backward(layer):
-                            runs[layer.index], hidden = self._forward(layer, carried, hidden, most_runs)
-                            continue
-                        runs[layer.index], hidden = self._layer(layer, carried, hidden, most_runs, beside)
-                    beside = None
+        with torch.autograd.set_multithreading_enabled(False), state.resources:
+            state.resources.callback(self._services.activations.reset)
+            for each in self._segments:
+                index = each.segment.index
+                first = kinds.setdefault(each.kind(state), index)
+                if first == index:
+                    with self._running(each.segment, progress):
+                        runs[index] = self._runs_of(each, state, most_runs, beside)
+                    beside = beside if runs[index][0].unit is None else None
                     continue
-                runs[layer.index] = runs[first]
-                if carried.links_layers:  # layers above may read what this one leaves
-                    with self._running(layer, progress), self._bound(layer), torch.no_grad():
-                        carried.forward(index, partial(self._program.run, index, hidden))
-            with self._running(head, progress):
-                self._head(head, batch, hidden, most_runs)
+                runs[index] = runs[first]
+                if state.carried[0].links_layers:  # layers above may read what this one leaves
+                    with self._running(each.segment, progress), self._bound(each.segment, state) as weights:
+                        _pass_through(each, state, weights)
         num_samples = min((len(samples) for samples in runs.values() if samples[0].unit is not None), default=0)
         units = {
             (index, sample): run.unit
@@ -166,7 +164,7 @@ class BlockProfiler(Generic[AnyBatch]):
             for sample, run in enumerate(samples[:num_samples])
             if run.unit is not None
         }
-        return units, {index: _seconds(samples) for index, samples in (runs | self._outside).items()}
+        return units, {index: _seconds(samples) for index, samples in runs.items()}
 
     @contextlib.contextmanager
     def _running(self, segment: Segment, progress: Callable[[Segment], None]) -> Iterator[None]:
@@ -184,128 +182,77 @@ class BlockProfiler(Generic[AnyBatch]):
                 "please report it",
             ) from error
 
-    def _embedding(self, segment: Segment, batch: AnyBatch, tokens: DistinctTokens | None, most_runs: int) -> Embedded:
-        borrowed = self._program.spec.head.borrowed_lookups
-        holds, is_single = self._device.is_host and not borrowed, self._sums.num_micro_batches == 1
-        with self._bound(segment, tokens) as parameters, self._sum_of(segment, holds, is_single=is_single) as total:
-
-            def run() -> _Run:
-                self._begin_again(total)
-                start = self._now()
-                embedded = self._program.begin(batch)
-                middle = self._now()
-                made = [each for each in (embedded.hidden, *embedded.carried) if each.requires_grad]
-                inputs = trained_of(parameters)
-                if made and inputs:
-                    gradients = list(map(torch.zeros_like, made))
-                    _add(total, torch.autograd.grad(made, inputs, gradients, allow_unused=True))
-                return _Run(middle - start, self._now() - middle)
-
-            self._outside[segment.index] = self._with_rounding(_samples(run, most_runs), total)
-            return self._program.begin(batch)
-
-    def _distinct_tokens(self, batch: AnyBatch) -> DistinctTokens | None:
-        """The tokens whose rows a GPU gets of the embedding; None if it gets the matrix, or if the CPU computes."""
-        if self._device.is_host:
-            return None
+    def _state(self, batch: AnyBatch) -> _StateOfOne[AnyBatch]:
+        """What segments hand to each other. A GPU gets the rows of the batch's tokens, where it can."""
         spec, tokens = self._program.spec, tokens_looked_up(self._program, [batch])
-        most_rows = num_looked_up(spec, sum(each.numel() for each in tokens))
-        rows = EmbeddingRows.of(spec, tokens, self._torch_device, most_rows=most_rows)
-        return None if rows is None else rows.tokens
+        most_rows = None if self._device.is_host else num_looked_up(spec, sum(each.numel() for each in tokens))
+        state = _StateOfOne(
+            [batch],
+            self._services,
+            tokens=tokens,
+            num_targets=max(1, batch.num_targets),
+            draws=Draws(0, 0, 0),
+            loss_scale=1.0,
+            recording=None,
+            rows=EmbeddingRows.of(spec, tokens, self._torch_device, most_rows=most_rows),
+        )
+        state.is_single, state.last = self._num_micro_batches == 1, -1  # gradients stay, so that it can run again
+        return state
 
-    def _forward(
-        self, layer: Segment, carried: Carried, hidden: torch.Tensor, most_runs: int
-    ) -> tuple[list[_Run], torch.Tensor]:
-        """A layer that backward does not reach. Returns its output, too."""
-        outputs: list[torch.Tensor] = []
+    def _runs_of(
+        self,
+        segment: RunnableSegment[AnyBatch],
+        state: _StateOfOne[AnyBatch],
+        most_runs: int,
+        beside: Beside | None,
+    ) -> list[_Run]:
+        """Run a segment as a step does, again and again. It replaces `state.hidden`."""
+        index, given, activations = segment.segment.index, state.hidden, self._services.activations
+        stages = {use.stage for use in step_uses(self._program.spec.segments) if use.segment.index == index}
+        with segment.summing(state) as sums, self._bound(segment.segment, state) as weights:
 
-        def run() -> _Run:
-            start = self._now()
-            outputs[:] = [carried.forward(layer.index - 1, partial(self._program.run, layer.index - 1, hidden))]
-            return _Run(self._now() - start, 0.0)
-
-        with self._bound(layer):
-            return _samples(run, most_runs), outputs[0]
-
-    def _layer(
-        self, layer: Segment, carried: Carried, hidden: torch.Tensor, most_runs: int, beside: Beside | None
-    ) -> tuple[list[_Run], torch.Tensor]:
-        place = layer.index - 1
-        module = self._program.module(place)
-        outputs: list[torch.Tensor] = []
-        holds, is_single = self._sums.holds_layers, self._sums.num_micro_batches == 1
-        with self._bound(layer) as parameters, self._sum_of(layer, holds, is_single=is_single) as total:
-            trained = trained_of(parameters)
-
-            def recorded(recorder: Recorder) -> torch.Tensor:
-                """Forward as a step runs it. Returns its input."""
-                leaf = hidden.detach().requires_grad_(self._program.spec.passes_on(layer))
-
-                def forward(call: LayerCall) -> LayerOutput:
-                    with recorder.recording():
-                        return self._program.run(place, leaf, call)
-
-                outputs[:] = [carried.forward(place, forward, has_backward=True).detach()]
-                return leaf
+            def forward() -> None:
+                state.hidden = dict(given)
+                if "forward" in stages:
+                    segment.forward(state, 0, weights)
 
             def run() -> _Run:
-                self._begin_again(total)
-                recorder = Recorder(parameters)
+                self._begin_again(sums)
                 start = self._now()
-                leaf = recorded(recorder)
-                tape, _ = recorder.finish()
+                forward()
                 middle = self._now()
-                with Replayer(tape):
-                    again, roots = carried.replay(place, partial(self._program.run, place, leaf))
-                with _dropping(trained) if total is None else adding_to(trained, total, is_last=False):
-                    inputs = [leaf, *trained, *roots.inputs] if leaf.requires_grad else [*trained, *roots.inputs]
-                    if again.requires_grad:  # an encoder's end has nothing to do with what is looked up for the decoder
-                        again.backward(torch.zeros_like(again), inputs=inputs)
+                if "backward" in stages:
+                    state.come_back()
+                    segment.backward(state, 0, weights, sums)
                 return _Run(middle - start, self._now() - middle)
 
-            def operators() -> UnitRecord:
-                """What operators cost, which takes time of its own."""
-                recording = StepRecording()
-                recorder = recording.recorder(parameters, (), block=layer.index, micro_batch=0, module=module)
-                recorded(recorder)
-                recorder.finish()
+            def operators() -> UnitRecord | None:
+                """What operators cost, which takes time of its own; None if the segment has no unit."""
+                state.recording = recording = StepRecording()
+                forward()
                 self._now()
-                return recording.units()[layer.index, 0]
+                state.recording = None
+                activations.reset()
+                return recording.units().get((index, 0))
 
-            runs = [replace(each, unit=operators()) for each in _samples(run, most_runs)]
-            if beside is not None and max(each.forward + each.backward for each in runs) > _LEAST_SECONDS:
+            runs = _samples(run, most_runs)
+            if len(stages) > 1:
+                runs = [replace(each, unit=operators()) for each in runs]
+            is_long = max(each.forward + each.backward for each in runs) > _LEAST_SECONDS
+            if beside is not None and is_long and runs[0].unit is not None:
                 self.sharing = _sharing(run, runs, beside)
-            if carried.links_layers:
-                recorded(Recorder(parameters))  # layers above may read what this one has left
-            return self._with_rounding(runs, total), outputs[0]
+            if state.carried[0].links_layers and "forward" in stages:
+                forward()  # layers above may read what this one has left
+                activations.reset()
+            return self._with_rounding(runs, sums)
 
-    def _head(self, head: Segment, batch: AnyBatch, hidden: torch.Tensor, most_runs: int) -> None:
-        with self._bound(head) as bound, self._sum_of(head, self._sums.holds_head) as total:
-            parameters, take = trained_of(bound), partial(_add, total)
-
-            def run() -> _Run:
-                start = self._now()
-                leaf = hidden.detach().requires_grad_(self._program.spec.passes_on(head))
-                loss_and_gradients(
-                    self._program.finish(leaf, batch),
-                    leaf,
-                    parameters,
-                    take,
-                    mean=MeanLoss(max(1, batch.num_targets), 1.0),
-                    chunk_tokens=self._chunk_tokens,
-                )
-                return _Run(0.0, self._now() - start)
-
-            self._outside[head.index] = self._with_rounding(_samples(run, most_runs), total)
-
-    def _with_rounding(self, runs: Sequence[_Run], total: SegmentSum | None) -> list[_Run]:
+    def _with_rounding(self, runs: Sequence[_Run], sums: SegmentSum) -> list[_Run]:
         """The runs with their part of what a step does once with the block's sums, which end: rounding them, and taking
         their norms. On a GPU that is one pass over memory, and left out."""
         start = self._now()
-        if self._device.is_host and total is not None:
-            for each in total.blocks:
-                each.finish().release()
-        seconds = (self._now() - start) / self._sums.num_micro_batches
+        for each in sums.blocks if self._device.is_host else ():
+            each.finish().release()
+        seconds = (self._now() - start) / self._num_micro_batches
         return [replace(each, backward=each.backward + seconds) for each in runs]
 
     def _now(self) -> float:
@@ -314,64 +261,89 @@ class BlockProfiler(Generic[AnyBatch]):
             torch.accelerator.synchronize(self._torch_device)
         return perf_counter()
 
-    def _begin_again(self, total: SegmentSum | None) -> None:
+    def _begin_again(self, sums: SegmentSum) -> None:
         """Forget the contribution to the sum of a step with a single micro-batch, which takes one."""
-        if total is not None and self._sums.num_micro_batches == 1:
-            for each in total.blocks:
-                assert isinstance(each.sums, DeviceSums)
-                each.sums.clear()
+        for each in sums.blocks if self._num_micro_batches == 1 else ():
+            assert isinstance(each.sums, DeviceSums)
+            each.sums.clear()
 
-    @contextlib.contextmanager
-    def _bound(
-        self, segment: Segment, tokens: DistinctTokens | None = None
-    ) -> Iterator[tuple[torch.nn.Parameter, ...]]:
-        """The segment with random weights; with `tokens`, an embedding with their rows alone."""
-        parameters: list[torch.nn.Parameter] = []
-        try:
-            for block in segment.bound:
-                sizes, of_rows = [block.num_elements], tokens if block is self._program.spec.lookup_block else None
-                if of_rows is not None:
-                    behind = block.parameters[1].start if len(block.parameters) > 1 else block.num_elements
-                    sizes = [len(of_rows) * block.parameters[0].shape[1], block.num_elements - behind]
-                weights = [self._weights[:size].to(VALUE_DTYPES[block.dtype]) for size in sizes]
-                parameters += self._program.bind(block, *weights, tokens=of_rows)
-            yield tuple(parameters)
-        finally:
-            self._program.release(segment)
-
-    @contextlib.contextmanager
-    def _sum_of(self, segment: Segment, holds: bool, *, is_single: bool = False) -> Iterator[SegmentSum | None]:
-        """The sum of a segment's gradients; None where they are dropped."""
-        if not holds:
-            yield None
-            return
-        sums = (
-            gradient_sum(block, self._pool, self._device, single=is_single)
-            for block in segment.bound
-            if block.is_trained
-        )
-        with SegmentSum.of(sums) as total:
-            yield total
+    def _bound(self, segment: Segment, state: _StateOfOne[AnyBatch]) -> SegmentWeights:
+        """The segment with random weights: of a matrix that tokens are looked up in, the rows of the state."""
+        parts: list[tuple[BlockSpec, torch.Tensor]] = []
+        for block in segment.bound:
+            sizes, rows = [block.num_elements], state.rows
+            if rows is not None and rows.block is block:
+                sizes = [rows.num_elements, block.num_elements - rows.others_start]
+            parts += [(block, self._weights[:size].to(VALUE_DTYPES[block.dtype])) for size in sizes]
+        return weights_in_place(self._program, segment, parts, rows=state.rows)
 
 
-def _add(total: SegmentSum | None, gradients: Sequence[torch.Tensor | None]) -> None:
-    if total is not None:
-        total.add(gradients)
+class _StateOfOne(StepState[AnyBatch]):
+    """A step of one micro-batch, whose segments run by themselves."""
+
+    def seed_draws(self, block: int, micro_batch: int) -> None:
+        """No-op: times do not depend on what is drawn."""
+
+    def come_back(self) -> None:
+        """Let backward get gradients of the shapes that the segments above would have made."""
+        self.gradients = {number: torch.zeros_like(each) for number, each in self.hidden.items()}
+        carried = self.carried[0]
+        for each in (*carried.from_layers, *(tensor for call in carried.calls for tensor in call.tensors)):
+            if each.requires_grad:
+                each.grad = torch.zeros_like(each)
 
 
-@contextlib.contextmanager
-def _dropping(parameters: Sequence[torch.nn.Parameter]) -> Iterator[None]:
-    """While a backward runs inside: drop each parameter's gradient as soon as autograd has made it."""
-    hooks = [parameter.register_post_accumulate_grad_hook(_drop) for parameter in parameters]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+class _SumsOfOne(GradientSums):
+    """The sums of segments that run by themselves. Where the device that computes does not have them, gradients are
+    dropped."""
+
+    def __init__(self, pool: BufferPool, device: Device, sums: Sums) -> None:
+        super().__init__(pool, device, SumThread(Timeline()), Placement())
+        self._given = sums
+
+    def of_layer(self, layer: Segment, *, single: bool, scale: float) -> SegmentSum:
+        if self._given.holds_layers:
+            return self._on_device(layer, single=single, scale=scale)
+        dropped = ((block, _Dropped(block, dtype=torch.float32, single=False)) for block in layer.trained)
+        return SegmentSum.of(GpuGradientSum(*each, self._pool, self._device, scale=scale) for each in dropped)
+
+    def of_head(self, head: Segment, *, scale: float) -> SegmentSum:
+        return self._on_device(head, single=False, scale=scale) if self._given.holds_head else SegmentSum(())
+
+    def of_embedding(
+        self,
+        embedding: Segment,
+        lookup_sum: LookupSum | None,  # noqa: ARG002 - nobody has begun one
+        *,
+        single: bool,
+        scale: float,
+        rows: EmbeddingRows | None,  # noqa: ARG002 - only where the CPU computes, which has the matrix
+    ) -> SegmentSum:
+        """A step adds rows alone to a matrix that another segment borrows."""
+        holds = self._device.is_host and not any(block.borrowers for block in embedding.trained)
+        return self._on_device(embedding, single=single, scale=scale) if holds else SegmentSum(())
 
 
-def _drop(parameter: torch.Tensor) -> None:
-    parameter.grad = None
+class _Dropped(DeviceSums):
+    """An accumulator that drops what is added."""
+
+    def add(self, index: int, gradient: torch.Tensor) -> None:
+        """No-op."""
+
+
+def _alone(segment: Segment) -> Segment:
+    """The segment, as if it shared no blocks with others: all that it binds is its own."""
+    own = (block if block.is_looked_up else replace(block, borrowers=()) for block in segment.blocks)
+    borrowed = (replace(block, borrowers=(), is_looked_up=False) for block in segment.borrowed)
+    return Segment((*own, *borrowed), (), segment.index, segment.name)
+
+
+def _pass_through(segment: RunnableSegment[AnyBatch], state: PassState[AnyBatch], weights: SegmentWeights) -> None:
+    """Run a segment forward for what it leaves for others."""
+    passing = PassState(state.batches, rows=state.rows)
+    passing.hidden, passing.carried = dict(state.hidden), state.carried
+    with torch.no_grad():
+        segment.forward(passing, 0, weights)
 
 
 def _sharing(run: Callable[[], _Run], alone: Sequence[_Run], beside: Beside) -> float | None:

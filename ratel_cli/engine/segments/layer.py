@@ -94,6 +94,12 @@ class Layer(RunnableSegment[AnyBatch]):
                 state.gradients[number] = taken()
             del unit, output, roots, shared_roots, taken
 
+    def kind(self, state: PassState[AnyBatch]) -> object:
+        """Layers with the same shapes and the same arguments cost the same."""
+        shapes = tuple(parameter.shape for parameter in self.segment.parameters)
+        arguments = state.carried[0].cost_key(self._place)
+        return self._has_backward, self._passes_on, self.segment.block_kinds, shapes, arguments
+
     def _replay(self, state: StepState[AnyBatch], number: int, unit: Unit) -> tuple[torch.Tensor, Roots]:
         """Its output `[batch, tokens, hidden]`, with the autograd graph that forward dropped, and what else its
         backward begins with."""

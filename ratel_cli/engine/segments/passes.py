@@ -13,12 +13,15 @@ from ratel_cli.engine.segments.layer import Layer
 from ratel_cli.engine.segments.segment import RunnableSegment
 from ratel_cli.engine.steps.following import Following
 from ratel_cli.engine.steps.state import PassState, StepState
+from ratel_cli.schedule.segments import Segment
 from ratel_cli.schedule.uses import forward_uses
 
 
-def runnable_segments(program: Program[AnyBatch], device: Device) -> tuple[RunnableSegment[AnyBatch], ...]:
-    """The segments in the order of forward: each of a kind, which its place decides."""
-    first, *between, last = program.spec.segments
+def runnable_segments(
+    program: Program[AnyBatch], device: Device, segments: Sequence[Segment]
+) -> tuple[RunnableSegment[AnyBatch], ...]:
+    """The segments of a program in the order of forward: each of a kind, which its place decides."""
+    first, *between, last = segments
     layers = (Layer(segment, program, device) for segment in between)
     return Embedding(first, program, device), *layers, Head(last, program, device)
 

@@ -48,6 +48,10 @@ class RunnableSegment(ABC, Generic[AnyBatch]):
         """Add a micro-batch's gradients to `sums`, and replace `state.gradients[number]` by that of the segment's
         input, if something below is trained."""
 
+    def kind(self, state: PassState[AnyBatch]) -> object:  # noqa: ARG002 - of a kind that may have several, it decides
+        """Equal for segments that cost the same where they come next. By default no other one is like it."""
+        return self.segment.index
+
     def computing(self, stage: Stage) -> AbstractContextManager[None]:
         """Record what is queued inside as its computing."""
         return self._device.computing(SpanLabel.of(stage, self.segment, stage))

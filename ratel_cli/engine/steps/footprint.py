@@ -114,7 +114,7 @@ def _layers(program: AnyProgram, embedded: Embedded, mode: FakeTensorMode) -> li
         )
         carried = Carried(replace(embedded, calls=calls, extras=extras))
         for index, layer in enumerate(program.spec.layers):
-            kind = (layer.block_kinds, *(each.computed_shape for each in layer.parameters), embedded.cost_key(index))
+            kind = (layer.block_kinds, *(each.computed_shape for each in layer.parameters), carried.cost_key(index))
             if kind not in kinds or carried.links_layers:  # layers above may read what this one leaves
                 kinds[kind] = _layer(program, layer, carried, embedded.hidden.shape)
             found.append(kinds[kind])

@@ -94,7 +94,7 @@ class BlockwiseForward(Generic[AnyBatch]):
         self._program = program
         self._reader = reader
         self._device = reader.device.torch_device
-        self._segments = runnable_segments(program, reader.device)
+        self._segments = runnable_segments(program, reader.device, program.spec.segments)
 
     def outputs(self, batch: AnyBatch) -> torch.Tensor:
         """What the model returns for all tokens of one micro-batch: logits `[batch, tokens, vocab]`.

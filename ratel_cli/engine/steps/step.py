@@ -64,7 +64,7 @@ class StepEngine(Closing, Generic[AnyBatch]):
         self._device = services.device
         self._ranks = ranks
         self._check_stop = check_stop
-        self._segments = runnable_segments(program, services.device)
+        self._segments = runnable_segments(program, services.device, program.spec.segments)
         self._most_rows = None if services.device.is_host else settings.placement.gpu_embedding_rows
         """A GPU gets rows instead of the embedding's matrix, if a step has no more tokens than this."""
 

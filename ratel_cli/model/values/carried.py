@@ -83,15 +83,6 @@ class Embedded:
         """Whether a layer may read what layers below have left or returned."""
         return bool(self.mappings) or any(each is not None for extras in self.extras for each in extras)
 
-    def cost_key(self, index: int) -> tuple[object, ...]:
-        """Equal for layers, counted from 0, that cost the same if they are of one kind: they get the same tensors, or
-        alike parts of them."""
-        extras, call = {id(each) for of_layer in self.extras for each in of_layer}, self.calls[index]
-        tensors = (
-            "extra" if id(each) in extras else (each.untyped_storage()._cdata, each.shape) for each in call.tensors
-        )
-        return (*tensors, *map(id, call.mappings))
-
 
 class Roots(NamedTuple):
     """What a use's backward has besides its hidden states."""
@@ -138,6 +129,16 @@ class Carried:
         }
         self._extras: dict[int, tuple[Argument, ...]] = {}
         """By layer: what it has returned besides hidden states, as later layers get it."""
+
+    def cost_key(self, index: int) -> tuple[object, ...]:
+        """Equal for layers, counted from 0, that cost the same if they are of one kind: they get the same tensors, or
+        alike parts of them."""
+        call = self.calls[index]
+        tensors = (
+            "extra" if id(each) in self._place_of_extra else (each.untyped_storage()._cdata, each.shape)
+            for each in call.tensors
+        )
+        return (*tensors, *map(id, call.mappings))
 
     @property
     def from_layers(self) -> list[torch.Tensor]:
