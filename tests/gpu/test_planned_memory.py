@@ -16,12 +16,11 @@ from transformers import BertConfig, PretrainedConfig, T5Config
 from ratel_cli.data.samples.packing import MicroBatch
 from ratel_cli.engine.replay.recording import StepRecording
 from ratel_cli.engine.steps.footprint import measured_traits
-from ratel_cli.hardware.spec import GPU_CONTEXT_BYTES
 from ratel_cli.model.cut.find_blocks import find_blocks
 from ratel_cli.model.files.skeleton import build_skeleton
 from ratel_cli.model.values.freezing import freeze
-from ratel_cli.planning.memory import gpu_memory
 from ratel_cli.planning.memory.gpu_memory import GpuMemory
+from ratel_cli.planning.memory.gpu_uses import GpuStep, StaysOnGpu, Uses
 from ratel_cli.planning.profile.analytic import analytic_profile
 from ratel_cli.planning.profile.placement import LEAST_UNITS, Workload
 from ratel_cli.planning.profile.recorded import BlockSeconds, UnitRecord, recorded_profile
@@ -32,7 +31,9 @@ from tests.engine.exactness import AHEAD
 from tests.engine.machine import attention_of, initial_weights_of_zeros
 from tests.engine.sharing import SharingLlamaConfig
 from tests.gpu.machine import NEEDS_GPU, gpu_machine
-from tests.gpu.test_memory import batches_of, peak_bytes
+from tests.gpu.phase_meter import peaks_of
+from tests.gpu.test_memory import batches_of
+from tests.planning.steps import planned_step
 from tests.reference import Recipe
 from tests.simulated_gpu import is_simulated
 from tests.tiers import rotating
@@ -43,6 +44,8 @@ NO_TIMES = dict.fromkeys(range(8), BlockSeconds(forward=1.0, backward=1.0))
 SMALL_BYTES = 256 << 10
 """What the plan leaves out: statistics of norms, rotary tables, and that sizes are rounded up to 512 bytes. On a GPU it
 is a part of the workspace that is planned."""
+ATTENTION_COPIES = 8
+"""The simulated GPU has no kernel of attention: it makes this many fp32 copies of the queries, where one has none."""
 MOST = 1.10
 """The planned memory as a multiple of what a step takes."""
 HIDDEN_SIZE = 384
@@ -102,7 +105,7 @@ def config_of(architecture: str, shape: Shape, *, tied: bool) -> PretrainedConfi
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("shape", "architecture", "num_micro_batches", "tied", "holds_sums"),
-    rotating(SHAPES, ["opt", "llama"], [1, 3], [True, False], [True, False], every=3, offset=3),
+    rotating(SHAPES, ["opt", "llama"], [1, 2, 3], [True, False], [True, False], every=3, offset=3),
     ids=lambda value: value.name if isinstance(value, Shape) else str(value),
 )
 def test_a_step_takes_what_was_planned(
@@ -117,7 +120,7 @@ def test_a_step_takes_what_was_planned(
     rotating(
         [LARGE_HEAD, *SHAPES[::2]],
         ["llama", "opt"],
-        [3, 1],
+        [3, 2, 1],
         [False, True],
         [CHUNK_TOKENS, LARGE_CHUNK_TOKENS[0]],
         every=3,
@@ -154,7 +157,7 @@ def test_so_it_does_where_the_logits_are_large(
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("shape", "architecture", "num_micro_batches", "share"),
-    rotating(SHAPES, ["opt", "llama"], [1, 3], [0.4, 1.0], every=3, offset=1),
+    rotating(SHAPES, ["opt", "llama"], [1, 2, 3], [0.4, 1.0], every=3, offset=1),
     ids=lambda value: value.name if isinstance(value, Shape) else str(value),
 )
 def test_so_it_does_with_swapped_outputs(
@@ -215,7 +218,7 @@ def test_so_it_does_with_an_encoder_whose_rows_are_padded(
         hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
     )
-    check(tmp_path, shape, config, num_micro_batches, holds_sums=True, task=task, most=1.15)
+    check(tmp_path, shape, config, num_micro_batches, holds_sums=True, task=task, most=1.2)
 
 
 @pytest.mark.full
@@ -240,7 +243,7 @@ def test_two_stacks_take_no_more_than_was_planned(
         decoder_start_token_id=0,
         tie_word_embeddings=tied,
     )
-    check(tmp_path, shape, config, num_micro_batches, holds_sums=True, task="seq2seq", most=1.5)
+    check(tmp_path, shape, config, num_micro_batches, holds_sums=True, task="seq2seq", most=1.5, is_by_use=False)
 
 
 @pytest.mark.full
@@ -304,9 +307,10 @@ def check(
     unfrozen: tuple[str, ...] = (),
     most: float = MOST,
     left_out_bytes: int = SMALL_BYTES,
+    is_by_use: bool = True,
 ) -> None:
     """`swapped_share`: of all groups of outputs, the first ones. `units_share`: of the memory between the least that a
-    step takes and what it takes with two whole units."""
+    step takes and what it takes with two whole units. `is_by_use`: each use takes no more than is planned for it."""
     tokens = shape.scaled(ROW_TOKENS)
     workload = Workload(
         micro_batch_size=shape.rows,
@@ -325,7 +329,7 @@ def check(
         batches = [padded(each, task) for each in batches]
     weights = initial_weights_of_zeros()
     with gpu_machine(tmp_path / "recorded", config, recipe, weights=weights, placement=placement, model=model) as ratel:
-        found = peak_bytes(ratel, batches)
+        found = peaks_of(ratel, batches)
         recording = StepRecording()
         ratel.engine.run(batches, step=2, update=3, learning_rate=0.0, recording=recording)
     profile = recorded_profile(
@@ -350,16 +354,30 @@ def check(
         with gpu_machine(
             tmp_path / "swapping", config, recipe, weights=weights, placement=swapping, model=model
         ) as ratel:
-            found = peak_bytes(ratel, batches)
-    planned = memory.needed_bytes(
-        largest,
-        holds_sums=holds_sums,
-        holds_head=holds_head,
-        window_bytes=placement.gpu_window_bytes,
-        units=placement.gpu_units,
-    )
-    planned -= GPU_CONTEXT_BYTES
-    if is_simulated():
-        planned -= gpu_memory._WORKSPACE_BYTES
-        assert planned <= most * found
-    assert planned >= found - left_out_bytes
+            found = peaks_of(ratel, batches)
+    stays = StaysOnGpu(holds_sums, holds_head, placement.gpu_window_bytes)
+    units, head = placement.gpu_units, model.spec.head.index
+    if is_simulated():  # forward waits for gradients that a link is still busy with, which is none here
+        phases = memory.phases(largest, stays, units)
+        assert max(phases) <= most * max(found.values())
+        for phase, takes in zip(phases._fields[1:], phases[1:], strict=True):
+            took = max(num_bytes for key, num_bytes in found.items() if phase_of(key, head) == phase)
+            assert takes <= most * took + left_out_bytes, phase
+    step = planned_step(model.spec, workload, on_gpu=True)
+    short = {}
+    for key, took in found.items():
+        phase, positions = phase_of(key, head), [key[0]] if is_by_use else range(step.turn)
+        takes = getattr(Uses(GpuStep(step, profile, positions), stays).phases(largest, units), phase)
+        attention = ATTENTION_COPIES * 4 * workload.micro_batch_tokens * config.hidden_size
+        left_out = left_out_bytes + (attention if phase == "forward" and is_simulated() else 0)
+        if takes < took - left_out:
+            short[key] = takes, took
+    assert not short
+
+
+def phase_of(key: tuple[int, bool], head: int) -> str:
+    """The phase of a use, as the plan names it."""
+    position, is_replaying = key
+    if position <= head:
+        return "forward" if position < head else "head"
+    return "replay" if is_replaying else "backward"

@@ -90,6 +90,9 @@ def layers_on_gpu(step: PlannedStep, profile: ModelProfile, keeps_swapped: bool)
         num_bytes = costs.replay_held_bytes if keeps_swapped else costs.replay_bytes
         yield Holding("gpu", "activations", index, num_bytes, at(position, REPLAY), end_of(position, REPLAY))
         begins, ends = at(position, BACKWARD), end_of(position, BACKWARD)
+        if step.is_summed:  # what the micro-batch before takes on to segments below is leaving
+            leaving_bytes = sum(block.compute_bytes for block in segment.unfinished)
+            yield Holding("gpu", "partial sums", index, leaving_bytes, at(position), end_of(position))
         peak_bytes = backward_bytes(costs, made_bytes(segment, is_summed=step.is_summed))
         yield Holding("gpu", "activations", index, peak_bytes, begins, ends)
         yield Holding("gpu", "partial sums", index, shared_bytes(segment), begins, ends)

@@ -31,7 +31,7 @@ from functools import cached_property, partial
 from ratel_cli.hardware.spec import GPU_CONTEXT_BYTES
 from ratel_cli.model.values.spec import ModelSpec
 from ratel_cli.planning.duties.step import PlannedStep
-from ratel_cli.planning.memory.gpu_uses import GpuStep, StaysOnGpu, Uses
+from ratel_cli.planning.memory.gpu_uses import GpuStep, OfPhases, StaysOnGpu, Uses
 from ratel_cli.planning.profile.activations import LargestUnit, OffloadedActivations, lookup_sum_bytes
 from ratel_cli.planning.profile.gpu_gradients import least_leaving_bytes
 from ratel_cli.planning.profile.model_profile import ModelProfile
@@ -103,8 +103,13 @@ class GpuMemory:
         of the head's. `window_bytes`: what weights of the next block may take while one computes. `units`: what units
         may take on their way; None: two of them.
         """
-        uses = self._uses(StaysOnGpu(holds_sums, holds_head, window_bytes))
-        return GPU_CONTEXT_BYTES + _WORKSPACE_BYTES + self._updates_bytes + uses.peak_bytes(largest, units)
+        phases = self.phases(largest, StaysOnGpu(holds_sums, holds_head, window_bytes), units)
+        return GPU_CONTEXT_BYTES + _WORKSPACE_BYTES + max(phases)
+
+    def phases(self, largest: LargestUnit, stays: StaysOnGpu, units: UnitsOnGpu | None) -> OfPhases[int]:
+        """The most that each phase takes, besides CUDA's context and its libraries' workspace."""
+        found = self._uses(stays).phases(largest, units)
+        return OfPhases(*(self._updates_bytes + taken for taken in found))
 
     def takes_no_more_than(
         self, other: GpuMemory, largest_units: Sequence[LargestUnit], *, holds_head: Sequence[bool]

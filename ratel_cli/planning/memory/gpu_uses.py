@@ -116,11 +116,16 @@ class Uses:
 
     def peak_bytes(self, largest: LargestUnit, units: UnitsOnGpu | None) -> int:
         """The most that a use takes, units included. `units` as in `GpuMemory.needed_bytes`."""
+        return max(self.phases(largest, units))
+
+    def phases(self, largest: LargestUnit, units: UnitsOnGpu | None) -> OfPhases[int]:
+        """The most that each phase takes, units included."""
         ahead_bytes = largest.num_bytes if units is None else min(largest.num_bytes, units.ahead_bytes)
-        return max(
-            self._forward_bytes(largest, units),
-            self._working.head + largest.num_bytes,  # the last unit, which is being downloaded
-            self._backward_bytes(largest) + ahead_bytes,
+        return OfPhases(
+            forward=self._forward_bytes(largest, units),
+            head=self._working.head + largest.num_bytes,  # the last unit, which is being downloaded
+            replay=self._replay_bytes(largest) + ahead_bytes,
+            backward=self._working.backward + self._input_bytes + ahead_bytes,
         )
 
     def units(self, largest: LargestUnit, most_bytes: int) -> UnitsOnGpu:
@@ -129,7 +134,8 @@ class Uses:
         forward_bytes = 2 * unit_bytes
         if self._forward_bytes(largest, None) > most_bytes:
             forward_bytes = max(unit_bytes, most_bytes - self._working.forward)
-        ahead_bytes = max(0, min(unit_bytes, most_bytes - self._backward_bytes(largest)))
+        in_use_bytes = max(self._working.backward + self._input_bytes, self._replay_bytes(largest))
+        ahead_bytes = max(0, min(unit_bytes, most_bytes - in_use_bytes))
         moments: dict[int, tuple[AfterGradient, ...]] = {}
         for number, layer in zip(self._profile.layers, self._step.spec.layers, strict=True):
             if number not in moments:
@@ -157,13 +163,10 @@ class Uses:
             else min(whole_bytes, working_bytes + max(largest.num_bytes, units.forward_bytes))
         )
 
-    def _backward_bytes(self, largest: LargestUnit) -> int:
-        """The most that backward takes with the unit in use. It has all of that from the beginning, but nothing except
-        the layer's input and what autograd saves when it has recomputed the rest."""
-        return max(
-            self._working.backward + self._input_bytes,
-            min(self._working.replay + largest.num_bytes, self._kept.replay + largest.unsaved_bytes),
-        )
+    def _replay_bytes(self, largest: LargestUnit) -> int:
+        """The most that recomputing takes with the unit in use. It has all of that from the beginning, and when it is
+        done nothing but the layer's input and what autograd saves."""
+        return min(self._working.replay + largest.num_bytes, self._kept.replay + largest.unsaved_bytes)
 
     @property
     def _input_bytes(self) -> int:
