@@ -18,6 +18,7 @@ from ratel_cli.hardware import gpu
 from ratel_cli.hardware.gpu import compute_device
 from ratel_cli.io.buffers import BufferPool, Lease, PinMemory
 from tests.e2e.runs import (
+    measured_by_each_run,
     save_base,
     write_config,
     write_rows,
@@ -281,7 +282,8 @@ def test_the_allocator_is_held_to_a_limit_below_the_card_alone(
         module, "set_per_process_memory_fraction", lambda share, device: (shares.append(share), set_share(share))
     )
     limits = {"host_memory": "20GiB"} if limit is None else {"host_memory": "20GiB", "gpu_memory": limit}
-    write_config(tmp_path, base=base, rows=rows, limits=limits, max_steps=1, **BFLOAT16).succeed()
+    with measured_by_each_run():
+        write_config(tmp_path, base=base, rows=rows, limits=limits, max_steps=1, **BFLOAT16).succeed()
     trial, run = shares[:2], shares[2:]
     assert trial == run and len(run) == (2 if is_held else 0)
     assert not is_held or (run[0] < 0.05 and run[1] == 1.0)

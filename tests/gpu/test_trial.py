@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from tests.e2e.runs import Config, assert_rejected, ratel, save_base, write_config, write_rows
+from tests.e2e.runs import Config, assert_rejected, measured_by_each_run, ratel, save_base, write_config, write_rows
 from tests.gpu.machine import NEEDS_GPU
 from tests.simulated_gpu import is_simulated
 
@@ -18,8 +18,8 @@ pytestmark = NEEDS_GPU
 
 
 @pytest.fixture
-def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
-    """The config of a run whose layers count their values."""
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Config]:
+    """The config of a run whose layers count their values, which its trial sees even if others were tried before."""
     whole: Callable[[LlamaMLP, torch.Tensor], torch.Tensor] = LlamaMLP.forward
 
     def forward(self: LlamaMLP, hidden: torch.Tensor) -> torch.Tensor:
@@ -29,7 +29,8 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
     monkeypatch.setattr(LlamaMLP, "forward", forward)
     base, rows = save_base(tmp_path / "base", hidden_size=128), write_rows(tmp_path / "rows.jsonl")
     device = "auto" if is_simulated() else "cuda"
-    return write_config(tmp_path / "run", base=base, rows=rows, device=device, dtype="bfloat16", max_steps=2)
+    with measured_by_each_run():
+        yield write_config(tmp_path / "run", base=base, rows=rows, device=device, dtype="bfloat16", max_steps=2)
 
 
 @pytest.mark.full
