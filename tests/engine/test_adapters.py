@@ -18,7 +18,6 @@ from ratel_cli.model.files.quantised_model import quantise_layers
 from ratel_cli.model.files.skeleton import DTYPES, build_skeleton
 from ratel_cli.model.values.adapter_settings import AdapterSettings
 from ratel_cli.planning.profile.activations import offload
-from ratel_cli.planning.time.traffic import step_traffic
 from ratel_cli.sizes import DtypeName
 from scripts.family_configs import tiny_config as any_config
 from tests.engine.architectures import tiny_config
@@ -27,6 +26,7 @@ from tests.engine.machine import initial_weights, machine, random_steps
 from tests.engine.mixed import CARRYING, mixed_config
 from tests.engine.test_step import PLACEMENTS as AHEAD_AND_RESIDENT
 from tests.engine.test_step import moved_by_last_step
+from tests.planning.steps import step_traffic
 from tests.reference import Recipe
 from tests.tiers import rotating, thinned
 

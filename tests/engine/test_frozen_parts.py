@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from ratel_cli.model.files.skeleton import DTYPES
 from ratel_cli.planning.profile.activations import offload
-from ratel_cli.planning.time.traffic import step_traffic
 from ratel_cli.sizes import DtypeName
 from tests.engine.architectures import tiny_config
 from tests.engine.exactness import PLACEMENTS, check_training
@@ -21,6 +20,7 @@ from tests.engine.machine import initial_weights, machine, random_steps
 from tests.engine.mixed import CARRYING, mixed_config
 from tests.engine.test_step import PLACEMENTS as AHEAD_AND_RESIDENT
 from tests.engine.test_step import moved_by_last_step
+from tests.planning.steps import step_traffic
 from tests.reference import Recipe
 from tests.tiers import rotating
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from ratel_cli.planning.profile.activations import offload
-from ratel_cli.planning.time.traffic import step_traffic
 from ratel_cli.sizes import DtypeName
 from ratel_cli.store import base_reader
 from tests.engine.architectures import tiny_config
@@ -17,6 +16,7 @@ from tests.engine.exactness import check_training
 from tests.engine.machine import initial_weights, machine, random_steps
 from tests.engine.test_adapters import ADAPTERS, recipe_of
 from tests.engine.test_step import PLACEMENTS, moved_by_last_step
+from tests.planning.steps import step_traffic
 from tests.tiers import rotating
 
 LORA = ADAPTERS["all linear"]

@@ -10,13 +10,13 @@ import torch
 from ratel_cli.model.cut.find_blocks import find_blocks
 from ratel_cli.model.files.skeleton import build_skeleton
 from ratel_cli.planning.profile.activations import offload
-from ratel_cli.planning.time.traffic import step_traffic
 from ratel_cli.sizes import DtypeName
 from tests.engine.exactness import PLACEMENTS, check_training
 from tests.engine.machine import attention_of, initial_weights, machine, random_steps
 from tests.engine.mixed import BOTH, IN_FP32, MIXED, SHARING, TIED_AND_FROZEN, mixed_config, mixed_recipe
 from tests.engine.test_step import PLACEMENTS as AHEAD_AND_RESIDENT
 from tests.engine.test_step import moved_by_last_step
+from tests.planning.steps import step_traffic
 from tests.tiers import rotating
 
 

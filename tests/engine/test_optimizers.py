@@ -10,7 +10,6 @@ import torch
 from torch.optim import _muon
 
 from ratel_cli.planning.profile.placement import Placement
-from ratel_cli.planning.time.traffic import step_traffic
 from ratel_cli.schedule.muon import orthogonal
 from ratel_cli.schedule.rules import ADAMW, ADAMW_8BIT, MUON
 from ratel_cli.sizes import CHUNK_ELEMENTS, DtypeName
@@ -19,6 +18,7 @@ from tests.engine.exactness import AHEAD, EVERY_BLOCK, check_training
 from tests.engine.machine import attention_of, initial_weights, machine, random_steps
 from tests.engine.test_step import NOTHING_SPILLED, moved_by_last_step
 from tests.kernels.oracle import needs_fused_torch
+from tests.planning.steps import step_traffic
 from tests.reference import Recipe
 from tests.tiers import rotating, thinned
 

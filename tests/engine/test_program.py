@@ -16,13 +16,13 @@ from ratel_cli.engine.steps.build import open_device
 from ratel_cli.io.buffers import BufferPool
 from ratel_cli.planning.profile.activations import NOTHING_OFFLOADED
 from ratel_cli.planning.profile.placement import Placement
-from ratel_cli.planning.time.traffic import step_traffic
 from ratel_cli.schedule.lifetimes import partial_sum_lifetimes
 from ratel_cli.schedule.uses import step_uses
 from tests.engine.exactness import AHEAD, EVERY_BLOCK, PLACEMENTS
 from tests.engine.machine import machine
 from tests.engine.programs import NUM_LAYERS, First, NetProgram, check_net, net_steps, net_trained, opened_net
 from tests.engine.test_step import moved_by_last_step
+from tests.planning.steps import step_traffic
 from tests.reference import Recipe
 from tests.tiers import pairwise, thinned
 

@@ -15,7 +15,6 @@ from ratel_cli.model.files.skeleton import DTYPES
 from ratel_cli.model.values.adapter_settings import AdapterSettings
 from ratel_cli.planning.profile.activations import offload
 from ratel_cli.planning.profile.placement import Placement
-from ratel_cli.planning.time.traffic import step_traffic
 from ratel_cli.sizes import DtypeName, QuantisedForm
 from tests.engine.architectures import tiny_config
 from tests.engine.exactness import AHEAD, PLACEMENTS, OpenMachine
@@ -24,6 +23,7 @@ from tests.engine.swaps import EVERYTHING
 from tests.engine.test_adapters import ADAPTERS, recipe_of
 from tests.engine.test_step import PLACEMENTS as AHEAD_AND_RESIDENT
 from tests.engine.test_step import moved_by_last_step
+from tests.planning.steps import step_traffic
 from tests.quantised import GPT2OfLinearLayers, dequantised_weights, quantised_bytes, quantised_names
 from tests.reference import train_in_memory
 from tests.tiers import rotating

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from ratel_cli.planning.profile.placement import Placement
-from ratel_cli.planning.time.traffic import step_traffic
 from ratel_cli.schedule.rules import CHOICES
 from ratel_cli.schedule.slices import fullest_slice, ranges_in
 from ratel_cli.sizes import BLOCK_ALIGNMENT, CHUNK_ELEMENTS, DtypeName
@@ -20,6 +19,7 @@ from tests.engine.exactness import AHEAD, check_training
 from tests.engine.machine import initial_weights, machine, random_steps
 from tests.engine.test_optimizers import WAYS
 from tests.engine.test_step import NOTHING_SPILLED, moved_by_last_step
+from tests.planning.steps import step_traffic
 from tests.reference import Recipe
 from tests.tiers import rotating, sample
 

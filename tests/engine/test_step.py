@@ -23,11 +23,11 @@ from ratel_cli.model.values.spec import ModelSpec
 from ratel_cli.planning.duties.updates import checksum_bytes
 from ratel_cli.planning.profile.activations import offload
 from ratel_cli.planning.profile.placement import Placement
-from ratel_cli.planning.time.traffic import step_traffic
 from ratel_cli.sizes import DtypeName
 from tests.engine.architectures import tiny_config
 from tests.engine.machine import Machine, initial_weights, machine, progress_at, random_steps
 from tests.engine.swaps import EVERYTHING
+from tests.planning.steps import step_traffic
 from tests.reference import Recipe
 from tests.tiers import rotating
 

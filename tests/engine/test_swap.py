@@ -21,11 +21,11 @@ from ratel_cli.planning.profile.model_profile import ModelProfile
 from ratel_cli.planning.profile.placement import Placement, Workload
 from ratel_cli.planning.profile.recorded import BlockSeconds, recorded_profile
 from ratel_cli.planning.search.swap import SwapOrder
-from ratel_cli.planning.time.traffic import step_traffic
 from tests.engine.architectures import ARCHITECTURES, tiny_config
 from tests.engine.exactness import assert_same_training, reference
 from tests.engine.machine import Machine, attention_of, initial_weights, machine, random_steps
 from tests.engine.test_step import moved_by_last_step
+from tests.planning.steps import step_traffic
 from tests.reference import Recipe
 from tests.tiers import sample
 

@@ -11,13 +11,14 @@ from ratel_cli.hardware.spec import HardwareProfile, Network
 from ratel_cli.planning.profile.placement import Placement, Workload
 from ratel_cli.planning.search.decisions import Decisions
 from ratel_cli.planning.search.problem import Problem
-from ratel_cli.planning.time.network import NO_TRAFFIC, network_traffic
+from ratel_cli.planning.time.network import NO_TRAFFIC
 from ratel_cli.planning.time.step_time import StepTime
 from ratel_cli.schedule.slices import GATHERED_AHEAD
 from ratel_cli.store.layout import WHOLE, RankSlice
 from tests.planning.profiles import estimated
 from tests.planning.shapes import gpt, machine
 from tests.planning.simulated_cluster import Cluster, Gpt, step_seconds
+from tests.planning.steps import network_traffic
 from tests.tiers import rotating
 
 PENDING = 2

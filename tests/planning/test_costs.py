@@ -24,11 +24,11 @@ from ratel_cli.planning.time.costs import (
 )
 from ratel_cli.planning.time.link import link_seconds
 from ratel_cli.planning.time.step_time import StageTime, StepTime
-from ratel_cli.planning.time.traffic import Traffic, step_traffic
+from ratel_cli.planning.time.traffic import Traffic
 from ratel_cli.schedule.rules import FROZEN
 from tests.planning.profiles import candidate, estimated, layer, model
 from tests.planning.shapes import BFLOAT16, FLOAT32, SEEDS, WORKLOAD, Widths, gpt, machine
-from tests.planning.steps import planned_step
+from tests.planning.steps import planned_step, step_traffic
 from tests.tiers import examples
 
 SPEC = gpt()

@@ -19,12 +19,11 @@ from ratel_cli.planning.search.plan import Plan, make_plan
 from ratel_cli.planning.search.problem import Problem
 from ratel_cli.planning.search.recorded_plan import plan_json
 from ratel_cli.planning.time.costs import StepCosts, compute_seconds
-from ratel_cli.planning.time.traffic import step_traffic
 from ratel_cli.units import GIB, MIB
 from tests.hardware.profiles import WITH_GPU
 from tests.planning.profiles import candidate, estimated, layer, model
 from tests.planning.shapes import WORKLOAD, gpt, machine, unit_of
-from tests.planning.steps import planned_step
+from tests.planning.steps import planned_step, step_traffic
 
 SPEC = gpt(num_layers=6, hidden_size=1024, vocab_size=1000)
 PROFILE = estimated(SPEC)

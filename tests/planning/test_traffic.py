@@ -14,11 +14,12 @@ from ratel_cli.planning.duties.updates import checksum_bytes
 from ratel_cli.planning.profile.activations import NOTHING_OFFLOADED, OffloadedActivations, offload
 from ratel_cli.planning.profile.analytic import spec_from_shape
 from ratel_cli.planning.profile.placement import Overlap, Placement, gradient_bytes
-from ratel_cli.planning.time.traffic import Traffic, step_traffic, store_bytes
+from ratel_cli.planning.time.traffic import Traffic, store_bytes
 from ratel_cli.schedule.blocks import BlockSpec
 from ratel_cli.schedule.rules import rules_of
 from ratel_cli.sizes import CHUNK_ELEMENTS, DtypeName
 from tests.planning.shapes import BFLOAT16, FLOAT16, FLOAT32, SEEDS, Widths, gpt
+from tests.planning.steps import step_traffic
 from tests.tiers import examples
 
 # Elements of the blocks, with the gaps: 512 * 64, then 12 * 64^2 + 2 * 64 up to a multiple of 2048, then 513 * 64.

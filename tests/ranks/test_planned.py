@@ -19,8 +19,8 @@ from ratel_cli.planning.duties.placed import PlacedStep
 from ratel_cli.planning.duties.step import PlannedStep
 from ratel_cli.planning.profile.activations import NOTHING_OFFLOADED
 from ratel_cli.planning.profile.placement import GroupShape, Placement, Workload
-from ratel_cli.planning.time.network import NetworkTraffic, computed_by_rank, network_traffic
-from ratel_cli.planning.time.traffic import Traffic, step_traffic
+from ratel_cli.planning.time.network import NetworkTraffic, computed_by_rank
+from ratel_cli.planning.time.traffic import Traffic
 from ratel_cli.schedule.ledger import Purpose
 from ratel_cli.schedule.slices import GATHERED_AHEAD
 from ratel_cli.schedule.uses import step_uses
@@ -31,7 +31,7 @@ from tests.engine.lease_meter import LeaseMeter
 from tests.engine.machine import initial_weights, machine, random_steps
 from tests.engine.mixed import SHARING, mixed_config, mixed_recipe
 from tests.engine.test_step import UPDATES, moved_by_last_step
-from tests.planning.steps import most_by_use
+from tests.planning.steps import most_by_use, network_traffic, step_traffic
 from tests.ranks.processes import Processes
 from tests.reference import Recipe
 from tests.tiers import rotating

@@ -41,7 +41,7 @@ from ratel_cli.planning.search.evaluation import Evaluation, SpilledPrefix
 from ratel_cli.planning.search.swap import SwapOrder, SwapPrefix
 from ratel_cli.planning.time.costs import ComputeSeconds, StepCosts, compute_seconds
 from ratel_cli.planning.time.link import exposed_units
-from ratel_cli.planning.time.network import NetworkTraffic, computed_by_rank, network_traffic
+from ratel_cli.planning.time.network import NetworkTraffic, computed_by_rank, network_of
 from ratel_cli.planning.time.step_time import StepTime
 from ratel_cli.planning.time.traffic import Traffic, state_written_bytes, traffic_of, unfrozen_state_bytes
 from ratel_cli.store.layout import WHOLE, RankSlice
@@ -81,7 +81,7 @@ class Problem:
     @cached_property
     def network(self) -> NetworkTraffic:
         """What this rank sends and receives in a step."""
-        return network_traffic(self.spec, self.rank_slice)
+        return network_of(self.step_of_data)
 
     @cached_property
     def step_of_data(self) -> PlannedStep:

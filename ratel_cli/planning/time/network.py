@@ -71,12 +71,6 @@ def computed_by_rank(spec: ModelSpec, rank_slice: RankSlice) -> ModelSpec:
     return replace(spec, blocks=tuple(blocks))
 
 
-def network_traffic(spec: ModelSpec, rank_slice: RankSlice) -> NetworkTraffic:
-    """The traffic of a rank. `spec`: of the whole model."""
-    own = spec.sliced(rank_slice)
-    return network_of(PlannedStep(spec=spec, own=own, num_ranks=rank_slice.size, holds_gradients=False))
-
-
 def network_of(step: PlannedStep) -> NetworkTraffic:
     """What the rows of a step have for the network; the same whatever its placement is."""
     gathered, exchanged = step.folded(weights.gathered), step.folded(exchange.exchanged, None)

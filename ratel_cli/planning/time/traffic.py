@@ -26,9 +26,7 @@ from dataclasses import dataclass, replace
 from ratel_cli.model.values.spec import ModelSpec
 from ratel_cli.planning.duties import gradients
 from ratel_cli.planning.duties.placed import PlacedStep
-from ratel_cli.planning.duties.step import PlannedStep
 from ratel_cli.planning.profile.activations import OffloadedActivations
-from ratel_cli.planning.profile.placement import Overlap, Placement
 from ratel_cli.schedule.ledger import WorkKind
 from ratel_cli.schedule.rules import ADAMW
 from ratel_cli.schedule.uses import Stage
@@ -72,27 +70,13 @@ class Traffic:
         )
 
 
-def step_traffic(
-    spec: ModelSpec,
-    placement: Placement,
-    offloaded: OffloadedActivations,
-    *,
-    holds_gradients: bool,
-    spilled_segments: int = 0,
-    overlap: Overlap = "optimized",
-) -> Traffic:
-    """The traffic of one applied step of a model that one process trains; see `traffic_of`.
+def traffic_of(placed: PlacedStep, offloaded: OffloadedActivations, *, spilled_segments: int = 0) -> Traffic:
+    """What the rows of an applied step have for the drives. The gradients of the first `spilled_segments` segments go
+    to NVMe in backward and come back for the update.
 
-    With `holds_gradients` every update runs in the next forward (or in between). A step that speculates that nothing
+    Where gradients are held, every update runs in the next forward, or in between. A step that speculates that nothing
     will be clipped moves the bytes of a step without held gradients.
     """
-    step = PlannedStep(spec=spec, own=spec, holds_gradients=holds_gradients, overlap=overlap)
-    return traffic_of(PlacedStep(step, placement), offloaded, spilled_segments=spilled_segments)
-
-
-def traffic_of(placed: PlacedStep, offloaded: OffloadedActivations, *, spilled_segments: int = 0) -> Traffic:
-    """What the rows of a step have for the drives. The gradients of the first `spilled_segments` segments go to NVMe in
-    backward and come back for the update."""
     moved = defaultdict[tuple[WorkKind, Stage], int](int, placed.amounts)
     num_rows = placed.placement.gpu_embedding_rows
     for row in gradients.spilled(placed.step, placed.stages, num_rows, spilled_segments):
