@@ -152,7 +152,7 @@ class BlockGradient:
 
     @contextmanager
     def _spread(self, rows: EmbeddingRows, start: int, num_bytes: int, pool: BufferPool) -> Iterator[memoryview]:
-        with pool.lease(num_bytes, f"gradient of {self.block.name}", crosses_link=False) as lease:
+        with pool.lease(num_bytes, f"update of {self.block.name}", crosses_link=False) as lease:
             rows.spread(self.flat, start, view(lease.memory, self.dtype))
             yield lease.memory
 

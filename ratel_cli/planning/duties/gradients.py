@@ -57,18 +57,28 @@ def waiting(
                 yield from held("weights", index, weights_bytes, comes, written)
                 yield from held("held", index, num_bytes, written + 1, issued - 1)
                 yield from held("gradients", index, num_bytes, issued, opens)
+                ends = opens
             case "update":  # groups bring the weights with them; a gradient comes back whole
                 updated = step.turn + index
                 yield from held("gradients", index, num_bytes, comes, written)
                 yield from held("weights", index, weights_bytes, comes, written)
                 yield from held("held", index, num_bytes, written + 1, updated - 1)
                 yield from held("gradients", index, num_bytes, updated, updated)
+                ends = updated
             case "backward":  # what is pending is read when it is written
-                yield from held("gradients", index, num_bytes, comes, opens if is_pending else written)
+                ends = opens if is_pending else written
+                yield from held("gradients", index, num_bytes, comes, ends)
                 until = step.cycle + asked - 1 if is_pending and asked > 0 else written
                 yield from held("weights", index, weights_bytes, comes, until)
                 if stages[index] != "backward":  # it was speculated that nothing would be clipped
                     yield from held("held", index, num_bytes, written + 1, step.turn)
+                    ends = max(ends, step.turn)
+        yield from held("gradients", index, _norms_bytes(step, segment), comes, ends)
+
+
+def _norms_bytes(step: PlannedStep, segment: Segment) -> int:
+    """The norms of a segment's gradients, which come from a GPU behind them."""
+    return 4 * sum(len(block.parameters) for block in segment.trained) if step.on_gpu else 0
 
 
 def _written(step: PlannedStep, pending: int, last: int) -> Iterator[tuple[int, bool]]:
@@ -93,7 +103,7 @@ def made(step: PlannedStep, num_rows: int | None) -> Iterator[Holding]:
     downloaded = gradient_bytes(step.spec, num_rows)
     for segment in step.backward:
         position = step.arrival(segment.index)
-        num_bytes = downloaded[segment.index]
+        num_bytes = downloaded[segment.index] + _norms_bytes(step, segment)
         if not step.on_gpu:
             num_bytes = _made_on_cpu(step, segment)
         elif step.spec.is_layer(segment) and step.is_summed and step.has_sums:
