@@ -1,6 +1,6 @@
 """The ledger of a step under one placement: what every duty has in it, summed and overlapped. Pure.
 
-Here, and nowhere else, stands what each duty reads of a placement.
+Here stands what each duty reads of a placement; what those of a GPU's memory do, in planning/memory/gpu_uses.py.
 
 Invariant: what an applied step of the engine moves is the sum of the rows, to the byte; what it leases at any moment is
 no more than what overlaps there.

@@ -32,10 +32,10 @@ def read(step: PlannedStep, ahead: int, resident: frozenset[int], stages: tuple[
 
 def resident(step: PlannedStep, resident: frozenset[int]) -> Iterator[Row]:
     """What stays from step to step."""
-    for index in resident:
-        segment = step.own.segments[index]
-        yield from held("resident", index, segment.own_bytes, 0, step.cycle - 1)
-        yield Work("first read", "weights", index, segment.read_bytes, "forward")
+    for segment in step.own.segments:
+        if segment.index in resident:
+            yield from held("resident", segment.index, segment.own_bytes, 0, step.cycle - 1)
+            yield Work("first read", "weights", segment.index, segment.read_bytes, "forward")
 
 
 def rows(step: PlannedStep, num_rows: int | None) -> Iterator[Holding]:
