@@ -1,4 +1,7 @@
-"""Activations: the working set of what computes, and units from forward to backward. Rows of the ledger. Pure."""
+"""Activations: the working set of what computes. Rows of the ledger. Pure.
+
+Units are counted next to the rows (planning/profile/activations.py).
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,6 @@ from typing import Final
 from ratel_cli.planning.duties.gradients import made_bytes
 from ratel_cli.planning.duties.step import PlannedStep
 from ratel_cli.planning.profile.activations import (
-    OffloadedActivations,
     expanded_bytes,
     head_chunk_tokens,
     logits_bytes,
@@ -17,7 +19,7 @@ from ratel_cli.planning.profile.activations import (
 )
 from ratel_cli.planning.profile.gpu_gradients import shared_bytes
 from ratel_cli.planning.profile.model_profile import LayerProfile, ModelProfile
-from ratel_cli.schedule.ledger import BACKWARD, REPLAY, RUN, Holding, Row, Work, at, end_of, held
+from ratel_cli.schedule.ledger import BACKWARD, REPLAY, RUN, Holding, at, end_of, held
 from ratel_cli.units import MIB
 
 RUNTIME_BYTES: Final = 128 * MIB
@@ -51,18 +53,6 @@ def hidden(step: PlannedStep) -> Iterator[Holding]:
         workload = step.workload
         num_bytes = passing_bytes(step.spec, tokens=workload.tokens, sequence_len=workload.sequence_len)
         yield from held("hidden states", -1, num_bytes, 0, step.cycle - 1)
-
-
-def units(step: PlannedStep, offloaded: OffloadedActivations) -> Iterator[Row]:
-    """What forward leaves for backward: in host memory, in buffers on its way to the drives, over the link."""
-    yield from held("units", -1, offloaded.host_bytes, 0, step.cycle - 1)
-    yield from held("units", -1, offloaded.window_bytes, 0, step.cycle - 1, at_most=True)
-    for written in offloaded.written_units:
-        yield Work("write", "units", -1, written.unit_bytes, "forward", written.number)
-    for read in offloaded.read_units:
-        yield Work("read", "units", -1, read.unit_bytes, "backward", read.number)
-    yield Work("down", "units", -1, offloaded.linked_bytes, "forward")
-    yield Work("up", "units", -1, offloaded.linked_bytes, "backward")
 
 
 def passing_on_gpu(step: PlannedStep) -> Iterator[Holding]:

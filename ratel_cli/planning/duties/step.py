@@ -22,7 +22,7 @@ ONE_TOKEN = Workload(micro_batch_size=1, num_micro_batches=1, sequence_len=1)
 
 
 class Folded(NamedTuple):
-    """The rows of one duty, and what follows from them."""
+    """What follows from the rows of one duty."""
 
     memory: dict[Purpose, list[int]]
     """Host memory at each position, by purpose."""

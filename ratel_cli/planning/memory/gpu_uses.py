@@ -19,7 +19,7 @@ from ratel_cli.planning.duties.step import PlannedStep
 from ratel_cli.planning.profile.activations import LargestUnit
 from ratel_cli.planning.profile.model_profile import ModelProfile
 from ratel_cli.planning.profile.placement import AfterGradient, UnitsOnGpu
-from ratel_cli.schedule.ledger import REPLAY, Holding, Row, at, overlap_of, place_of
+from ratel_cli.schedule.ledger import REPLAY, Holding, at, overlap_of, place_of
 
 
 class StaysOnGpu(NamedTuple):
@@ -72,22 +72,19 @@ class GpuStep:
         total = [*map(sum, zip(*taken, strict=True))]
         return OfPhases(*(max((total[number] for number in numbers), default=0) for numbers in self._phases))
 
-    def _overlapped(self, duty: Callable[..., Iterator[Row]], *values: object) -> list[int]:
+    def _overlapped(self, duty: Callable[..., Iterator[Holding]], *values: object) -> list[int]:
         key = duty, values
         if key not in self._known:
-            self._known[key] = overlap_of(self._rows(duty, *values), self._moments)
+            self._known[key] = overlap_of(duty(self.step, *values), self._moments)
         return self._known[key]
-
-    def _rows(self, duty: Callable[..., Iterator[Row]], *values: object) -> list[Holding]:
-        return [row for row in duty(self.step, *values) if isinstance(row, Holding)]
 
     @cached_property
     def _moments(self) -> list[int]:
         """The moments at which a row begins, whatever stays, within the uses looked at; and the first of each use."""
         found = {at(position) for position in self._positions}
-        rows = self._rows(activations.layers_on_gpu, self.profile, False)
+        rows = [*activations.layers_on_gpu(self.step, self.profile, keeps_swapped=False)]
         for holds_head in (False, True):
-            rows += self._rows(embedding.on_gpu, holds_head) + self._rows(head.on_gpu, self.profile, holds_head)
+            rows += [*embedding.on_gpu(self.step, holds_head), *head.on_gpu(self.step, self.profile, holds_head)]
         found.update(row.begins for row in rows if place_of(row.begins)[0] in self._positions)
         return sorted(found)
 
